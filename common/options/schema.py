@@ -87,8 +87,8 @@ class Options(EngineOptions):
     served_model_name: tuple[str, ...] = option(
         (),
         parse_texts,
-        "names of the model in requests; responses use the first one (default: the model as given); "
-        "on the command line, put the model before this option",
+        "names of the model in requests; responses repeat the one asked for, or use the first (default: the model as "
+        "given); on the command line, put the model before this option",
         metavar="NAME",
         nargs=True,
     )

@@ -30,7 +30,7 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class ServedModel:
-    names: tuple[str, ...]  # accepted in requests; replies use the first
+    names: tuple[str, ...]  # accepted in requests; replies use the first if a request names none
     root: str  # the model as the user named it
     directory: Path
     tokenizer: Tokenizer

@@ -1,13 +1,15 @@
 """What the README shows is what happens: its curl lines and its Python run as they stand, but for the port. So do the
-curl lines with which the pages of the API begin."""
+examples of the API's pages, with the answers that they show."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -19,6 +21,53 @@ README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
 CURLS = re.findall(r"^ {4,}(?:\$ )?(curl (?:.*\\\n)*.*)$", README + "\n" + QUICKSTART, re.MULTILINE)
 PAGES = sorted({page.stem for page in (ROOT / "docs/api").iterdir()} - {"batches", "fields"})
+NEEDS_OPTIONS = (
+    "/v1/files",
+    "/v1/batches",
+    "/infill",
+    "background",
+    "previous_response_id",
+    "/v1/responses/",
+    "tool_choice",
+)
+STABLE = {
+    "object",
+    "type",
+    "role",
+    "model",
+    "root",
+    "owned_by",
+    "max_model_len",
+    "prompt_tokens",
+    "input_tokens",
+    "count",
+}
+
+
+class Example(NamedTuple):
+    page: str
+    line: int
+    url: str
+    body: str | None
+    shown: str  # the answer, in which ... stands for more
+
+
+def _find_examples() -> list[Example]:
+    """Those of the API's pages that a server without further options answers."""
+    examples = []
+    for path in (ROOT / "docs/api.md", *sorted((ROOT / "docs/api").glob("*.md"))):
+        text = path.read_text()
+        for found in re.finditer(r"^    \$ (curl .*\n(?: {8}.*\n)*)((?:    [ {].*\n)*)", text, re.MULTILINE):
+            command = shlex.split(found[1])
+            if any(part in found[1] for part in NEEDS_OPTIONS):
+                continue
+            body = command[command.index("-d") + 1] if "-d" in command else None
+            page = str(path.relative_to(ROOT))
+            examples.append(Example(page, text[: found.start()].count("\n") + 1, command[1], body, found[2]))
+    return examples
+
+
+EXAMPLES = _find_examples()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -38,21 +87,31 @@ def test_curl(command: str, server: Daemon) -> None:
         assert answer.get("choices") or answer.get("data")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_page_of_the_api(page: str, server: Daemon) -> None:
-    """The first request of the page, and the keys of its answer."""
-    text = (ROOT / f"docs/api/{page}.md").read_text()
-    found = re.search(
-        r"^    \$ curl (?P<url>\S+)(?P<rest>[^{\n]*\n?[^{\n]*(?:-d '(?P<body>.*?)')?)$", text, re.M | re.S
-    )
-    assert found is not None
-    url = found["url"].replace("http://127.0.0.1:8000", server.url)
-    body = None if found["body"] is None else json.loads(found["body"])
-    answer = httpx.get(url) if body is None else httpx.post(url, json=body, timeout=60)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"{example.page}:{example.line}")
+def test_example_of_the_api(example: Example, server: Daemon) -> None:
+    """The keys of the answer are there; so is each value that does not depend on the model's text or on the time."""
+    url = example.url.replace("http://127.0.0.1:8000", server.url)
+    answer = httpx.get(url) if example.body is None else httpx.post(url, json=json.loads(example.body), timeout=60)
     assert answer.status_code == 200, answer.text
-    shown = text[found.end() :].partition("\n\n")[0]
-    keys = set(re.findall(r'"(\w+)":', shown))
-    assert len(keys) > 3 and keys <= set(re.findall(r'"(\w+)":', answer.text.replace('\\"', '"')))
+    if "..." not in example.shown:
+        assert answer.json() == json.loads(example.shown)
+    shown = _find_members(example.shown)
+    found = _find_members(answer.text.replace('\\"', '"'))
+    assert shown.keys() <= found.keys()
+    for key in STABLE & shown.keys():
+        assert set(shown[key]) <= set(found[key]), key
+
+
+def test_examples_are_found() -> None:
+    assert {example.page for example in EXAMPLES} == {"docs/api.md", *(f"docs/api/{page}.md" for page in PAGES)}
+
+
+def _find_members(text: str) -> dict[str, list[str]]:
+    """The values of each key that are numbers or strings."""
+    members: dict[str, list[str]] = {}
+    for key, value in re.findall(r'"(\w+)":\s*("[^"]*"|[\d.]+)?', text):
+        members.setdefault(key, []).append(value)
+    return members
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
