@@ -117,7 +117,7 @@ def rerank(content: bytes, context: Context) -> Pool:
 
 class _EncodedPairs(NamedTuple):
     prompts: list[Encoded]
-    places: list[str]  # of each prompt, as errors name it
+    places: list[str]  # one per prompt, as errors name it
     pairs: list[tuple[int, int]]  # as `Pool.pairs`
 
 
