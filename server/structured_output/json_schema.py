@@ -6,12 +6,15 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from llguidance import LLMatcher
 
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.float_texts import count_places, is_read_exactly
+from serve_llm.server.structured_output.number_rewrites import BOUNDS, MAX_DECIMAL_PLACES, NumberRewriter
 from serve_llm.server.structured_output.pattern import narrow_whitespace
 from serve_llm.server.structured_output.schema_rewrites import rewrite_keywords
 from serve_llm.server.structured_output.schema_walk import (
@@ -34,7 +37,6 @@ _ESCAPES = 'nrbtf\\"'
 # llguidance computes with bounds as floats of 64 bits, and writes integers of 64 bits.
 _MAX_FLOAT_INTEGER = 2**53
 _MAX_INTEGER = 2**63 - 1
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 _OWN_WHITESPACE = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")  # in x-guidance
 
@@ -136,11 +138,23 @@ def _rewrite(schema: Schema) -> Schema:
     pointed = {name for reference in references for name in str(reference).split("/")}
     for child in walk(copy):
         if isinstance(child.schema, dict):
-            try:
+            with _placing_errors(child):
                 rewrite_keywords(child.schema, disjoint, pointed)
-            except GrammarError as error:
-                raise GrammarError(error.message, child.pointer, error.keyword) from None
+    children = list(walk(copy))
+    numbers = NumberRewriter(children)
+    for child in children:
+        if isinstance(child.schema, dict):
+            with _placing_errors(child):
+                numbers.rewrite(child.schema)
     return copy
+
+
+@contextmanager
+def _placing_errors(child: Subschema) -> Iterator[None]:
+    try:
+        yield
+    except GrammarError as error:
+        raise GrammarError(error.message, child.pointer, error.keyword) from None
 
 
 def _names_keys_and_allows_others(schema: object) -> bool:
@@ -162,7 +176,7 @@ def _check_keywords(schema: Schema, pointer: str) -> None:
         raise GrammarError("the number is beyond the range of 64-bit floats", pointer, "multipleOf")
     for keyword in ("const", "enum"):
         _check_numbers(schema.get(keyword), pointer, keyword)
-    for keyword in _BOUNDS:
+    for keyword in BOUNDS:
         _check_bound(schema, pointer, keyword)
 
 
@@ -177,23 +191,29 @@ def _check_min_properties(schema: Schema, pointer: str) -> None:
 
 
 def _check_numbers(value: object, pointer: str, keyword: str) -> None:
-    """Refuse integers that llguidance would round, and numbers that no float holds."""
+    """Refuse numbers that llguidance would round, and those that no float holds."""
     if isinstance(value, float) and math.isinf(value):
         raise GrammarError("the number is beyond the range of 64-bit floats", pointer, keyword)
     if type(value) is int and (abs(value) > _MAX_INTEGER or int(float(value)) != value):
         raise GrammarError(f"the integer {str(value)[:40]} cannot be enforced without rounding", pointer, keyword)
+    if isinstance(value, float) and not is_read_exactly(value):
+        raise GrammarError(f"the number {value} cannot be enforced without rounding", pointer, keyword)
     for _, member in list_members(value):
         _check_numbers(member, pointer, keyword)
 
 
 def _check_bound(schema: Schema, pointer: str, keyword: str) -> None:
-    """Refuse bounds that llguidance would round. No integer that it writes is above 2**63 - 1."""
+    """Refuse bounds that llguidance would round, or cannot write. No integer that it writes is above 2**63 - 1."""
     bound = schema.get(keyword)
     if type(bound) not in (int, float):
         return
     assert isinstance(bound, int | float)
     is_inclusive = keyword in ("minimum", "maximum")
     if abs(bound) < _MAX_FLOAT_INTEGER + is_inclusive:
+        _check_numbers(bound, pointer, keyword)
+        if isinstance(bound, float) and count_places(bound) > MAX_DECIMAL_PLACES:
+            message = f"bounds with more than {MAX_DECIMAL_PLACES} decimal places cannot be enforced"
+            raise GrammarError(message, pointer, keyword)
         return
     types = schema.get("type")
     is_integer = "number" not in types if isinstance(types, list) else types == "integer"

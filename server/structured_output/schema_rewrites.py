@@ -9,7 +9,7 @@ from itertools import combinations
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.pattern import split_lookahead, translate_pattern
-from serve_llm.server.structured_output.schema_walk import Schema
+from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema, add_part
 
 # The formats that the drafts of JSON Schema define, 3 to 2020-12. Any other name is an annotation there. llguidance
 # refuses those that it does not enforce.
@@ -24,7 +24,6 @@ _INT32 = 2**31
 _MAX_NAMED = 16  # properties of which one must be there
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAX_WAYS = 50  # that oneOf may have: each is written with the opposite of all others
-_ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
 
 
 def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str]) -> None:
@@ -53,7 +52,7 @@ def negate(schema: object) -> Schema | None:
         return None
     parts = []
     for keyword, value in schema.items():
-        if keyword in _ANNOTATIONS:
+        if keyword in ANNOTATIONS:
             continue
         part = _negate_keyword(keyword, value)
         if part is None:
@@ -92,13 +91,6 @@ def _are_names(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
-def _add(schema: Schema, part: Schema) -> None:
-    """Make a part valid too. A malformed allOf stays as it is, to be refused."""
-    others = schema.setdefault("allOf", [])
-    if isinstance(others, list):
-        others.append(part)
-
-
 def _rewrite_patterns(schema: Schema) -> None:
     for keyword in ("pattern", "patternProperties"):
         found = schema.get(keyword)
@@ -106,7 +98,7 @@ def _rewrite_patterns(schema: Schema) -> None:
             if isinstance(found, str):
                 if parts := split_lookahead(found):
                     found, other = parts
-                    _add(schema, {"pattern": other})
+                    add_part(schema, {"pattern": other})
                 schema[keyword] = translate_pattern(found)
             elif isinstance(found, dict):
                 translated = {translate_pattern(name): value for name, value in found.items()}
@@ -136,7 +128,7 @@ def _rewrite_format(schema: Schema) -> None:
     else:
         schema["format"] = found
     if name == "int32":
-        _add(schema, {"minimum": -_INT32, "maximum": _INT32 - 1})
+        add_part(schema, {"minimum": -_INT32, "maximum": _INT32 - 1})
 
 
 def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
@@ -151,14 +143,14 @@ def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
     for name, value in wanted.items():
         if value:
             holds = value if isinstance(value, dict) else {"required": value}
-            _add(schema, {"anyOf": [{"properties": {name: False}}, holds]})
+            add_part(schema, {"anyOf": [{"properties": {name: False}}, holds]})
 
 
 def _rewrite_not(schema: Schema) -> None:
     negated = negate(schema.get("not"))
     if negated is not None:
         del schema["not"]
-        _add(schema, negated)
+        add_part(schema, negated)
 
 
 def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
@@ -168,9 +160,9 @@ def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
         return
     if all(disjoint.check(one, other) for one, other in combinations(found, 2)):
         del schema["oneOf"]
-        _add(schema, {"anyOf": found})
+        add_part(schema, {"anyOf": found})
         return
-    if not all(isinstance(way, dict) and set(way) - _ANNOTATIONS == {"required"} for way in found):
+    if not all(isinstance(way, dict) and set(way) - ANNOTATIONS == {"required"} for way in found):
         return
     negated = [negate(way) for way in found]
     if None in negated:
@@ -180,7 +172,7 @@ def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
         others = [other for number, other in enumerate(negated) if number != index]
         ways.append({"allOf": [{"required": way["required"]}, *others]})
     del schema["oneOf"]
-    _add(schema, {"anyOf": ways})
+    add_part(schema, {"anyOf": ways})
 
 
 def _rewrite_property_names(schema: Schema) -> None:
@@ -190,7 +182,7 @@ def _rewrite_property_names(schema: Schema) -> None:
         found = {}
     if not isinstance(found, dict) or found.get("type", "string") != "string":
         return
-    keywords = set(found) - _ANNOTATIONS - {"type"}
+    keywords = set(found) - ANNOTATIONS - {"type"}
     pattern = found.get("pattern")
     names = found.get("enum")
     if keywords == {"enum"} and isinstance(names, list):
@@ -199,7 +191,7 @@ def _rewrite_property_names(schema: Schema) -> None:
     elif keywords not in ({"pattern"}, set()):
         return
     if isinstance(pattern, str):
-        _add(schema, {"patternProperties": {pattern: True}, "additionalProperties": False})
+        add_part(schema, {"patternProperties": {pattern: True}, "additionalProperties": False})
     elif keywords:
         return
     del schema["propertyNames"]
@@ -218,7 +210,7 @@ def _rewrite_min_properties(schema: Schema) -> None:
     ways = [{"required": [name]} for name, value in named.items() if value is not False]
     if ways and not is_closed and len(named) <= _MAX_NAMED:
         del schema["minProperties"]
-        _add(schema, {"anyOf": [*ways, {"properties": dict.fromkeys(named, False), "minProperties": 1}]})
+        add_part(schema, {"anyOf": [*ways, {"properties": dict.fromkeys(named, False), "minProperties": 1}]})
 
 
 def _join_patterns(schema: Schema) -> None:

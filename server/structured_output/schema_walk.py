@@ -13,6 +13,7 @@ _SCHEMA_TOO = ("then", "unevaluatedItems", "unevaluatedProperties")
 _SCHEMA_MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 _SCHEMA_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 SUBSCHEMA_KEYWORDS = {*_SCHEMA, *_SCHEMA_TOO, *_SCHEMA_MAPS, *_SCHEMA_LISTS}
+ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
 
 
 class Subschema(NamedTuple):
@@ -93,6 +94,13 @@ def list_subschemas(parent: Subschema) -> Iterator[Subschema]:
                 yield Subschema(f"{pointer}/{index}", child)
         elif keyword in _SCHEMA or keyword in _SCHEMA_TOO:
             yield Subschema(pointer, value)
+
+
+def add_part(schema: Schema, part: Schema) -> None:
+    """Make a part valid too. A malformed allOf stays as it is, to be refused."""
+    others = schema.setdefault("allOf", [])
+    if isinstance(others, list):
+        others.append(part)
 
 
 def find_targets(resource: Subschema, place: Subschema) -> Iterator[Subschema]:
