@@ -139,7 +139,7 @@ def _rewrite(schema: Schema) -> Schema:
     for child in walk(copy):
         if isinstance(child.schema, dict):
             with _placing_errors(child):
-                rewrite_keywords(child.schema, disjoint, pointed)
+                rewrite_keywords(child.schema, disjoint, pointed, schema.get("$schema"))
     children = list(walk(copy))
     numbers = NumberRewriter(children)
     for child in children:

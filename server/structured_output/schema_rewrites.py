@@ -8,6 +8,7 @@ from itertools import combinations
 
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.idle_keywords import drop_idle_keywords
 from serve_llm.server.structured_output.pattern import split_lookahead, translate_pattern
 from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema, add_part
 
@@ -26,11 +27,13 @@ _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAX_WAYS = 50  # that oneOf may have: each is written with the opposite of all others
 
 
-def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str]) -> None:
+def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str], draft: object) -> None:
     """Rewrite one subschema in place. Raises GrammarError with the keyword and without the place.
 
     pointed: names in the schema's references. A keyword among them stays, because a reference may lead through it.
+    draft: the schema's `$schema`.
     """
+    drop_idle_keywords(schema, pointed, is_before_2019="draft-0" in str(draft))
     _rewrite_patterns(schema)
     _rewrite_format(schema)
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):

@@ -134,6 +134,25 @@ KEYWORDS: list[tuple[str, object, Values, Values]] = [  # behaviour, schema, val
      "$comment": "c",
      "readOnly": True, "type": "null"}, [None], [3]),
     ("unknown words", {"type": "integer", "colour": "red", "x-order": 3}, [1], ["red"]),
+    ("uniqueItems false", {"type": "array", "uniqueItems": False}, [[1, 1]], [1]),
+    ("uniqueItems of one item", {"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 2]]),
+    ("uniqueItems of a string", {"type": "string", "uniqueItems": True}, ["aa"], [[1]]),
+    ("unevaluatedProperties true", {"type": "object", "allOf": [{}], "unevaluatedProperties": True}, [{"a": 1}], [1]),
+    ("unevaluatedProperties empty", {"anyOf": [{"type": "object"}], "unevaluatedProperties": {"title": "any"}},
+     [{"a": 1}], [1]),
+    ("unevaluatedProperties, closed", {"type": "object", "properties": {"a": {}}, "additionalProperties": False,
+     "unevaluatedProperties": False}, [{}, {"a": 1}], [{"b": 1}]),
+    ("unevaluatedProperties without subschemas", {"properties": {"a": {}}, "patternProperties": {"^x": {}},
+     "unevaluatedProperties": {"type": "null"}}, [{"a": 1, "b": None}, {"x1": 1}], [{"b": 1}]),
+    ("unevaluatedItems true", {"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": True}, [[1, 2]],
+     [[2]]),
+    ("unevaluatedItems beside items", {"items": {"type": "null"}, "unevaluatedItems": False}, [[None]], [[1]]),
+    ("contains, not even once", {"type": "array", "contains": {"const": 1}, "minContains": 0}, [[], [2]], [1]),
+    ("minContains alone", {"type": "array", "minContains": 2, "maxContains": 1}, [[], [1, 1]], [1]),
+    ("if alone", {"if": {"type": "string"}, "type": "integer"}, [1], ["x"]),
+    ("then and else alone", {"then": {"type": "string"}, "else": False, "type": "integer"}, [1], ["x"]),
+    ("if with idle parts", {"if": {"type": "string"}, "then": {}, "else": True, "type": "integer"}, [1], ["x"]),
+    ("not false", {"not": False, "type": "null"}, [None], [1]),
     ("$schema and $id", {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://example.org/a",
      "type": "boolean"}, [True], [1]),
 ]  # fmt: skip
@@ -155,6 +174,17 @@ def test_a_keyword_is_enforced(schema: object, valid: Values, invalid: Values) -
         assert not accepts(grammar, json.dumps(value, ensure_ascii=False)), value
 
 
+def test_old_drafts_have_no_min_contains() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "contains": {"const": 1}, "minContains": 0}
+    with pytest.raises(InvalidRequest, match="contains:"):
+        compile_grammar(json=schema)
+
+
+def test_a_reference_may_lead_through_a_keyword_without_effect() -> None:
+    with pytest.raises(InvalidRequest, match="if:"):
+        compile_grammar(json={"properties": {"a": {"$ref": "#/if"}}, "if": {"type": "string"}})
+
+
 UNENFORCEABLE: dict[str, object] = {
     "not": {"not": {"pattern": "^x"}},
     "if": {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"type": "null"}},
@@ -164,7 +194,7 @@ UNENFORCEABLE: dict[str, object] = {
     "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
     "dependencies": {"type": "object", "dependencies": {"a": ["b"], "b": False}},
     "dependentRequired": {"type": "object", "dependentRequired": {"a": "b", "c": [1]}},
-    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "unevaluatedProperties": {"anyOf": [{"required": ["a"]}, {"type": "object"}], "unevaluatedProperties": False},
     "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]},
     "format": {"type": "string", "format": "regex"},

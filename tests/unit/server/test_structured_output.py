@@ -65,10 +65,10 @@ def nested_one_of(depth: int) -> dict[str, object]:
 
 REFUSED: list[tuple[object, str, str]] = [  # schema, where, what
     ({"properties": {"a": {"items": {"not": {}}}}}, "#/properties/a/items: not:", "Unimplemented"),
-    ({"if": {}, "then": {}}, "json: if:", "Unimplemented"),
+    ({"if": {}, "then": {"minLength": 1}}, "json: if:", "Unimplemented"),
     ({"anyOf": [{"type": "string"}, {"type": "array", "uniqueItems": True}]}, "#/anyOf/1: uniqueItems:", ""),
     ({"type": "array", "contains": {"type": "string"}}, "contains:", ""),
-    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties:", ""),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "unevaluatedProperties": False}, "unevaluatedProperties:", ""),
     ({"type": "object", "propertyNames": {"maxLength": 3}}, "propertyNames:", ""),
     ({"properties": {"a/b": {"type": "string", "format": "color"}}}, "#/properties/a~1b: format:", "color"),
     ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "#/properties/a: pattern:", "look-around"),
