@@ -8,11 +8,11 @@ import re
 import time
 
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from serve_llm.common.grammar import build_matcher, matcher_error
 from serve_llm.server.structured_output import json_schema
 from serve_llm.server.structured_output.errors import GrammarError, WhitespaceError
+from serve_llm.server.structured_output.gbnf import is_lark, write_as_lark
 from serve_llm.server.structured_output.lark_parts import prepare_lark
 from serve_llm.server.structured_output.lark_text import quote_lark
 from serve_llm.server.structured_output.params import StructuredOutputs
@@ -23,6 +23,7 @@ from serve_llm.server.structured_output.special_tokens import split_special_toke
 PROBE_STEPS = 16  # tokens for which a new grammar is tried, because llguidance compiles much of it only when needed
 TOO_COMPLEX = "it is too complex"
 MAX_CPU_SECONDS = 0.5  # for compiling a grammar and trying it
+_LARK_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")  # line and column, in a text that the client of GBNF does not know
 # What the regular expressions in x-guidance may match.
 _SPACE = r"[ \t\n\r]*"
 _SEPARATORS = {
@@ -105,10 +106,14 @@ class GrammarChecker:
 
     def build_lark(self, grammar: str) -> str:
         """The grammar of one in Lark or GBNF."""
+        if is_lark(grammar):
+            return self._build_lark(grammar)
         try:
-            lark = any_to_lark(grammar)
-        except Exception as error:  # it raises this very class for an unknown rule
-            raise GrammarError(f"neither Lark with a rule `start:` nor GBNF: {error}") from None
+            return self._build_lark(write_as_lark(grammar))
+        except GrammarError as error:
+            raise GrammarError(_LARK_PLACE.sub("", error.message)) from None
+
+    def _build_lark(self, lark: str) -> str:
         if re.search(r'"lenient"', lark):
             raise GrammarError("the option lenient is not supported")
         return self.check(LLMatcher.grammar_from_lark(prepare_lark(lark)))
