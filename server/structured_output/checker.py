@@ -14,9 +14,8 @@ from serve_llm.server.structured_output import json_schema
 from serve_llm.server.structured_output.errors import GrammarError, WhitespaceError
 from serve_llm.server.structured_output.gbnf import is_lark, write_as_lark
 from serve_llm.server.structured_output.lark_parts import prepare_lark
-from serve_llm.server.structured_output.lark_text import quote_lark
 from serve_llm.server.structured_output.params import StructuredOutputs
-from serve_llm.server.structured_output.pattern import narrow_whitespace
+from serve_llm.server.structured_output.pattern import narrow_whitespace, quote_pattern
 from serve_llm.server.structured_output.size_errors import blame_largest
 from serve_llm.server.structured_output.special_tokens import split_special_tokens
 
@@ -98,8 +97,10 @@ class GrammarChecker:
         return grammar
 
     def build_choice(self, texts: list[str]) -> str:
-        literals = " | ".join(map(quote_lark, texts))
-        return self.check(LLMatcher.grammar_from_lark(f"start: {literals}"))
+        """One terminal: a rule has room for 3,000 texts or less."""
+        grammar = LLMatcher.grammar_from_regex("|".join(map(quote_pattern, texts)))
+        names_tokens = any(isinstance(piece, int) for text in texts for piece in self.split_special_tokens(text))
+        return self.check(_spell_out(grammar) if names_tokens else grammar)
 
     def build_regex(self, pattern: str) -> str:
         return self.check(LLMatcher.grammar_from_regex(pattern))
@@ -168,6 +169,12 @@ class GrammarChecker:
                 break
             matcher.consume_token(_choose_bit(mask, chooser))
         return ""
+
+
+def _spell_out(grammar: str) -> str:
+    """The same one, in whose forced texts no special token stands for its own name: no terminal matches that token."""
+    lark = json.loads(grammar)["grammars"][0]["lark_grammar"]
+    return LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{lark}')
 
 
 def _choose_bit(bits: int, chooser: random.Random) -> int:

@@ -19,6 +19,7 @@ _JSON_SPACE = r"\x20\t\n\r"
 _SPACES = {r"\s": _SPACE, r"\S": _NO_SPACE}
 # ^(?![a-c]*$): not only such characters. pydantic writes it for Decimal.
 _NOT_ONLY = re.compile(r"\^\(\?!\^?\[([^]\\^[&~][^]\\[&~]*)\]\*\$\)([^|]*)", re.DOTALL)
+_TO_QUOTE = re.compile(r"[^\w\s\x80-\U0010ffff]|[\x00-\x1f\x7f]")  # ASCII but letters, digits, _ and the space
 _DOT_ALL_FLAG = re.compile(r"\(\?[a-z]*s")
 
 
@@ -49,6 +50,11 @@ def split_lookahead(pattern: str) -> tuple[str, str] | None:
     """The expression without its lookahead, and another one that must match too; None without such a lookahead."""
     found = _NOT_ONLY.fullmatch(pattern)
     return None if found is None else (f"^{found[2]}", f"[^{found[1]}]")
+
+
+def quote_pattern(text: str) -> str:
+    """The expression that matches this text alone."""
+    return _TO_QUOTE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def split_units(pattern: str) -> list[str]:
