@@ -11,11 +11,10 @@ from serve_llm.server.dialects.dialect import Delimiter, get_written_form
 from serve_llm.server.dialects.lark import ANY_TEXT, Symbol, write_free_text, write_literal, write_patterns, write_regex
 from serve_llm.server.dialects.schema_members import BESIDE, CANNOT, GENERAL, NOT_BESIDE, Schema, resolve_alone
 from serve_llm.server.dialects.schema_types import ALL_TYPES, find_type, find_types
-from serve_llm.server.dialects.string_formats import FORMATS
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.json_schema import KEYWORDS
 from serve_llm.server.structured_output.pattern import split_units, translate_pattern
-from serve_llm.server.structured_output.schema_rewrites import normalize_format
+from serve_llm.server.structured_output.string_formats import FORMATS, normalize_format
 
 _ALTERNATIVES = ("anyOf", "oneOf")
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")

@@ -75,7 +75,7 @@ class DisjointSchemas:
         if isinstance(schema, bool):
             yield schema
         elif isinstance(schema, dict) and "$ref" in schema:
-            for target in self._resolve(schema):
+            for target in self.resolve(schema):
                 yield from self._list_conjuncts(target, depth - 1)
         elif isinstance(schema, dict):
             yield schema
@@ -83,7 +83,8 @@ class DisjointSchemas:
             for part in parts if isinstance(parts, list) else ():
                 yield from self._list_conjuncts(part, depth - 1)
 
-    def _resolve(self, schema: Schema) -> Iterator[object]:
+    def resolve(self, schema: Schema) -> Iterator[object]:
+        """What the `$ref` of a schema leads to; nothing if that is hard to say."""
         if self._has_one_resource and str(schema["$ref"]).startswith("#/"):
             for target in find_targets(self._root, Subschema("", schema)):
                 yield target.schema

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence, Set
 from itertools import combinations
 
@@ -10,16 +9,10 @@ from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.idle_keywords import drop_idle_keywords
 from serve_llm.server.structured_output.pattern import split_lookahead, translate_pattern
+from serve_llm.server.structured_output.property_names import rewrite_property_names
 from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema, add_part
+from serve_llm.server.structured_output.string_formats import normalize_format
 
-# The formats that the drafts of JSON Schema define, 3 to 2020-12. Any other name is an annotation there. llguidance
-# refuses those that it does not enforce.
-_FORMATS = frozenset(
-    "color date date-time duration email host-name hostname idn-email idn-hostname ip-address ipv4 ipv6 iri "
-    "iri-reference json-pointer phone regex relative-json-pointer style time uri uri-reference uri-template "
-    "utc-millisec uuid".split()
-)
-_RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}  # as draft 3 spelt them
 _INT32 = 2**31
 
 _MAX_NAMED = 16  # properties of which one must be there
@@ -44,7 +37,7 @@ def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str
     if "oneOf" not in pointed:
         _rewrite_one_of(schema, disjoint)
     if "propertyNames" not in pointed:
-        _rewrite_property_names(schema)
+        rewrite_property_names(schema, disjoint)
     _rewrite_min_properties(schema)
     _join_patterns(schema)
 
@@ -112,14 +105,6 @@ def _rewrite_patterns(schema: Schema) -> None:
             raise GrammarError(error.message, keyword=keyword) from None
 
 
-def normalize_format(name: object) -> str | None:
-    """The present name of a format that a draft of JSON Schema defines; None for others, which are annotations."""
-    if not isinstance(name, str):
-        return None
-    name = _RENAMED_FORMATS.get(name, name)
-    return name if name in _FORMATS else None
-
-
 def _rewrite_format(schema: Schema) -> None:
     """int32 is OpenAPI's. Its int64, float and double hold for every number that is written."""
     name = schema.get("format")
@@ -176,28 +161,6 @@ def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
         ways.append({"allOf": [{"required": way["required"]}, *others]})
     del schema["oneOf"]
     add_part(schema, {"anyOf": ways})
-
-
-def _rewrite_property_names(schema: Schema) -> None:
-    """Names that match a pattern or are listed."""
-    found = schema.get("propertyNames")
-    if found is True:
-        found = {}
-    if not isinstance(found, dict) or found.get("type", "string") != "string":
-        return
-    keywords = set(found) - ANNOTATIONS - {"type"}
-    pattern = found.get("pattern")
-    names = found.get("enum")
-    if keywords == {"enum"} and isinstance(names, list):
-        texts = [re.escape(name) for name in names if isinstance(name, str)]
-        pattern = f"^(?:{'|'.join(texts)})$" if texts else None
-    elif keywords not in ({"pattern"}, set()):
-        return
-    if isinstance(pattern, str):
-        add_part(schema, {"patternProperties": {pattern: True}, "additionalProperties": False})
-    elif keywords:
-        return
-    del schema["propertyNames"]
 
 
 def _rewrite_min_properties(schema: Schema) -> None:

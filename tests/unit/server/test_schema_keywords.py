@@ -191,7 +191,7 @@ UNENFORCEABLE: dict[str, object] = {
     "uniqueItems": {"type": "array", "uniqueItems": True},
     "contains": {"type": "array", "contains": {"const": 1}},
     "minContains": {"type": "array", "contains": {"const": 1}, "minContains": 2},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
+    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3, "pattern": "a"}},
     "dependencies": {"type": "object", "dependencies": {"a": ["b"], "b": False}},
     "dependentRequired": {"type": "object", "dependentRequired": {"a": "b", "c": [1]}},
     "unevaluatedProperties": {"anyOf": [{"required": ["a"]}, {"type": "object"}], "unevaluatedProperties": False},

@@ -47,13 +47,27 @@ SCHEMAS: dict[str, object] = {
     "propertyNames, beside properties": {
         "properties": {"a": {"type": "integer"}},
         "additionalProperties": {"type": "string"},
-        "propertyNames": {"enum": ["a", "c", 5]},
+        "propertyNames": {"enum": ["a", "c", "x\n y", 5]},
     },
+    "propertyNames, a reference": {
+        "$defs": {"Name": {"$ref": "#/$defs/Letter", "title": "n"}, "Letter": {"enum": ["a", "c"], "type": "string"}},
+        "propertyNames": {"$ref": "#/$defs/Name"},
+        "additionalProperties": {"type": "integer"},
+    },
+    "propertyNames, const": {"type": "object", "propertyNames": {"const": "b"}},
+    "propertyNames, lengths": {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 1}},
+    "propertyNames, too long": {"type": "object", "propertyNames": {"type": "string", "minLength": 2}},
+    "propertyNames, no length": {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 1}},
+    "propertyNames, false": {"properties": {"a": {}}, "propertyNames": False},
+    "propertyNames, of another type": {"type": "object", "propertyNames": {"type": "integer"}},
+    "propertyNames, a format of nobody": {"type": "object", "propertyNames": {"format": "letter"}},
     "propertyNames, any": {"type": "object", "propertyNames": {"type": "string"}},
     "minProperties 1, open": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 1},
     "minProperties 1, a property that must not be": {"properties": {"a": False, "b": {}}, "minProperties": 1},
     "minProperties 1, required": {"properties": {"a": {}, "b": {}}, "required": ["b"], "minProperties": 1},
     "a format of nobody": {"type": "string", "format": "password"},
+    "a format of draft 3": {"type": "string", "format": "phone"},
+    "another format of draft 3": {"anyOf": [{"format": "color"}, {"format": "style"}, {"format": "utc-millisec"}]},
 }
 FAST = (
     "not types",
@@ -63,6 +77,9 @@ FAST = (
     "dependentSchemas",
     "oneOf required",
     "propertyNames, a pattern",
+    "propertyNames, a reference",
+    "propertyNames, lengths",
+    "a format of draft 3",
     "minProperties 1, required",
     "dependencies, one name",
 )
@@ -88,6 +105,25 @@ def test_a_rewritten_schema_means_the_same(name: str) -> None:
     for value in VALUES:
         accepted = [text for text in write_in_all_orders(value) if accepts(grammar, text)]
         assert bool(accepted) == validator.is_valid(value), value
+
+
+def test_names_of_properties_are_of_a_format() -> None:
+    grammar = compile_grammar(json={"type": "object", "propertyNames": {"type": "string", "format": "uuid"}})
+    assert accepts(grammar, '{"123e4567-e89b-12d3-a456-426614174000":1}') and not accepts(grammar, '{"123e4567":1}')
+    grammar = compile_grammar(json={"type": "object", "propertyNames": {"enum": ["a.b|c", "é\n"]}})
+    assert accepts(grammar, '{"a.b|c":1,"é\\n":2}') and not accepts(grammar, '{"axb|c":1}')
+    grammar = compile_grammar(json={"type": "object", "propertyNames": {"maxLength": 2}})
+    assert accepts(grammar, '{"é\U0001f600":1,"\\n":2}') and not accepts(grammar, '{"abc":1}')
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"pattern": "^a", "minLength": 2}, {"format": "regex"}, {"anyOf": [{"const": "a"}]}, {"$ref": "other.json"},
+     {"$ref": "#/$defs/a", "minLength": 1}, {"maxLength": -1}],
+)  # fmt: skip
+def test_other_names_of_properties_are_refused(names: object) -> None:
+    with pytest.raises(InvalidRequest, match="propertyNames"):
+        compile_grammar(json={"type": "object", "propertyNames": names, "$defs": {"a": {}}})
 
 
 def test_int32_is_a_range_and_the_old_names_of_formats_are_known() -> None:

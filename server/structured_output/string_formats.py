@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+# The formats that the drafts of JSON Schema define, 4 to 2020-12. Any other name is an annotation there. llguidance
+# refuses those that it does not enforce.
+_NAMES = frozenset(
+    "date date-time duration email hostname idn-email idn-hostname ipv4 ipv6 iri iri-reference json-pointer regex "
+    "relative-json-pointer time uri uri-reference uri-template uuid".split()
+)
+_RENAMED = {"host-name": "hostname", "ip-address": "ipv4"}  # as draft 3 spelt them
+
 _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
 _DATE = f"[0-9]{{4}}-{_DAY}"
 _HOUR_AND_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -53,3 +61,11 @@ FORMATS = {
     "uri": _write_uri(),
     "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
 }
+
+
+def normalize_format(name: object) -> str | None:
+    """The present name of a format that a draft of JSON Schema defines; None for others, which are annotations."""
+    if not isinstance(name, str):
+        return None
+    name = _RENAMED.get(name, name)
+    return name if name in _NAMES else None
