@@ -60,7 +60,7 @@ def negate(schema: object) -> Schema | None:
 def _negate_keyword(keyword: str, value: object) -> Schema | None:
     if keyword == "not":
         return value if isinstance(value, dict) else None
-    if keyword == "type":
+    if keyword == "type":  # no expression matches numbers that are no integers
         named = value if isinstance(value, list) else [value]
         if any(name not in (*_TYPES, "integer") for name in named) or ("integer" in named and "number" not in named):
             return None
@@ -136,9 +136,24 @@ def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
 
 def _rewrite_not(schema: Schema) -> None:
     negated = negate(schema.get("not"))
+    if negated is None and not _allows_numbers(schema):
+        negated = negate(_replace_integers(schema.get("not")))
     if negated is not None:
         del schema["not"]
         add_part(schema, negated)
+
+
+def _allows_numbers(schema: Schema) -> bool:
+    types = schema.get("type", "number")
+    return "number" in types if isinstance(types, list) else types == "number"
+
+
+def _replace_integers(schema: object) -> object:
+    """What excludes the same values beside a type that has no numbers, or integers only."""
+    if not isinstance(schema, dict) or "type" not in schema:
+        return schema
+    named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    return {**schema, "type": ["number" if name == "integer" else name for name in named]}
 
 
 def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:

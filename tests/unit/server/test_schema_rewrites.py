@@ -25,6 +25,9 @@ VALUES = [*OBJECTS, None, True, 5, "text", [1]]
 SCHEMAS: dict[str, object] = {
     "not type": {"not": {"type": "null"}},
     "not types": {"not": {"type": ["object", "number"]}},
+    "not integer, of a string": {"type": ["string", "null"], "not": {"type": "integer"}},
+    "not integer, of an integer": {"type": ["integer", "boolean"], "not": {"type": ["integer", "string"]}},
+    "not number": {"not": {"type": ["number", "integer"]}},
     "not required": {"type": "object", "not": {"required": ["b"]}},
     "not required, several": {"type": "object", "not": {"required": ["a", "b"]}},
     "not required, of any type": {"not": {"required": ["b"]}},
@@ -142,6 +145,12 @@ def test_int32_is_a_range_and_the_old_names_of_formats_are_known() -> None:
 )  # fmt: skip
 def test_what_cannot_be_negated_is_left(schema: object) -> None:
     assert negate(schema) is None
+
+
+@pytest.mark.parametrize("types", [{}, {"type": "number"}, {"type": ["null", "number"]}])
+def test_numbers_that_are_no_integers_are_refused(types: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="not:"):
+        compile_grammar(json={**types, "not": {"type": "integer"}})
 
 
 @pytest.mark.parametrize("pattern", [r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "^(?![ab]*$)[a-c]{1,3}$"])
