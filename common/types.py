@@ -154,6 +154,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     vector: bytes | None = None  # the result of a pooling request: float32, little-endian
     error: str | None = None
     num_preemptions: int = 0  # since the previous output
+    is_contradiction: bool = False  # `error` is that the request's own restrictions exclude each other
 
 
 class OffloadStats(msgspec.Struct, array_like=True):

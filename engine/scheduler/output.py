@@ -97,6 +97,7 @@ class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None  # set instead of a token that could not be sampled; ends the request
     # Of each token: the hidden states that the draft source reads, in the model's dtype. None if it reads none.
     hidden_states: bytes | None = None
+    is_contradiction: bool = False  # see `Output`
 
     def cut(self, num_accepted: int) -> None:
         """Make the accepted id after the first `num_accepted` the sampled one: the text ends with it."""

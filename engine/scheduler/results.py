@@ -14,7 +14,13 @@ def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> 
     those come with the step that computes these ids, and so do the ids.
     """
     if result.error is not None:
-        return Output(id=sequence.request.id, token_ids=[], finish_reason=FinishReason.ERROR, error=result.error)
+        return Output(
+            id=sequence.request.id,
+            token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=result.error,
+            is_contradiction=result.is_contradiction,
+        )
     if result.prompt_logprobs is not None:
         sequence.prompt_logprobs.extend(result.prompt_logprobs)
     if result.token_id is not None:

@@ -21,7 +21,7 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.sampling.device import DeviceSampler
-from serve_llm.engine.sampling.grammar_mask import Mask, intersect, unpack_masks
+from serve_llm.engine.sampling.grammar_mask import NOTHING_LEFT, Mask, intersect, unpack_masks
 from serve_llm.engine.sampling.known_logprobs import find_known_logprobs
 from serve_llm.engine.sampling.logit_adjustments import SampleRow
 from serve_llm.engine.sampling.sampler import Sampler
@@ -375,6 +375,7 @@ class Runner:
                     next_tokens = tokens[row + 1 : row + 1 + len(draft_ids)] if draft_ids else ()
                     error = errors.get(row, NOT_FINITE)
                     add_sampled_tokens(results[index], tokens[row], draft_ids, next_tokens, error)
+                    results[index].is_contradiction = results[index].error == NOTHING_LEFT
                 row += 1 + len(draft_ids)
             return results
 

@@ -14,7 +14,7 @@ from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.detokenize import DetokenizerFactory
 from serve_llm.server.generate.dispatcher import SubmittedRequest
 from serve_llm.server.generate.output import OutputProcessor
-from serve_llm.server.http.errors import GenerationFailed, RequestError
+from serve_llm.server.http.errors import GenerationFailed, InvalidRequest, RequestError
 from serve_llm.server.metrics.meter import ChoiceTimes
 from serve_llm.server.prompt.validate import TextRequest
 
@@ -96,7 +96,7 @@ class Choice:
     def receive(self, output: Output) -> None:
         """Called for each output of the engine request."""
         if output.finish_reason is FinishReason.ERROR:
-            self._generation.fail(GenerationFailed(output.error or "the engine failed"))
+            self._generation.fail(_build_error(output))
             return
         try:
             num_tokens = self.output.push(output)
@@ -136,3 +136,8 @@ class Choice:
             meter.count_prompt(num_prompt_tokens, self.cached_tokens, self._generation.request.params.n)
         self._generation.on_first_output(num_prompt_tokens)
         meter.count_first_output(self.times, output.queued_seconds)
+
+
+def _build_error(output: Output) -> RequestError:
+    message = output.error or "the engine failed"
+    return InvalidRequest(message) if output.is_contradiction else GenerationFailed(message)

@@ -2,7 +2,7 @@
 
 ServeError (common.errors)
   RequestError               one request cannot be served; `param` names the invalid field, if any
-    InvalidRequest     400   a value is missing, of the wrong type, out of range, or does not fit the model
+    InvalidRequest     400   a value is missing, of the wrong type, out of range, or does not fit the model or others
       ContextTooLong   400   prompt and output do not fit; code `context_length_exceeded`, as in OpenAI's API
       Unsupported      400   part of OpenAI's API, but not of this server's; code `unsupported`, so clients do not retry
     Unauthorized       401   no valid API key

@@ -10,7 +10,7 @@ import time
 from serve_llm.common.types import FinishReason
 from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd, ContentPiece, Piece, ReasoningPiece
 from serve_llm.server.generate.delta import Delta, TokenCounts
-from serve_llm.server.http.errors import GenerationFailed, RequestError
+from serve_llm.server.http.errors import GenerationFailed, InvalidRequest, RequestError
 from serve_llm.server.prompt.custom_tools import CustomInputReader
 from serve_llm.server.prompt.items import ToolItem, encrypt_reasoning
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
@@ -194,7 +194,7 @@ class ResponsesBuilder:
             "incomplete_details": details,
             "model": self._meta.model,
             "output": list(self.items.items) if counts is not None or error is not None else [],
-            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "error": None if error is None else _describe_error(error),
             "usage": None if counts is None else describe_usage(counts),
             "service_tier": "default",
             **self._echo,
@@ -289,3 +289,7 @@ def describe_usage(counts: TokenCounts) -> Json:
         "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
         "total_tokens": counts.prompt + counts.completion,
     }
+
+
+def _describe_error(error: RequestError) -> Json:
+    return {"code": "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error", "message": error.message}
