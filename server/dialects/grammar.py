@@ -196,7 +196,7 @@ class _TurnWriter:
 
     def _find_schema(self, tool: Tool) -> dict[str, object] | None:
         """The schema that binds the arguments, if one does."""
-        return tool.parameters if self._choice.binds(tool) else None
+        return tool.argument_schema if self._choice.binds(tool) else None
 
     def _write_arguments(self, tool: Tool) -> Symbols:
         assert self._calls is not None

@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+_NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
+_SAYING_NOTHING_ELSE = frozenset(("$schema", "description", "properties", "required", "title", "type"))
+
 
 class Tool(msgspec.Struct, frozen=True):
     name: str
@@ -14,6 +17,18 @@ class Tool(msgspec.Struct, frozen=True):
     parameters: dict[str, object] = msgspec.field(default_factory=dict)  # JSON schema of the arguments
     strict: bool = False  # whether arguments must be valid under the schema even where calling is the model's choice
     schema_param: str = ""  # how errors name `parameters`
+
+    @property
+    def argument_schema(self) -> dict[str, object]:
+        """The schema that binds the arguments.
+
+        A function whose `parameters` are omitted, or name no properties and say nothing else, takes no arguments. As a
+        JSON schema they would allow any.
+        """
+        parameters = self.parameters or _NO_PARAMETERS
+        if parameters.get("properties") != {} or parameters.get("required") or parameters.keys() - _SAYING_NOTHING_ELSE:
+            return parameters
+        return {**parameters, "additionalProperties": False}
 
 
 class ToolChoice(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from support.tools import DIALECT, TEMPLATE, TOOLS, WEATHER, with_tools, write_c
 
 OSLO = write_call("get_weather", city="Oslo", days=2)
 CLOCK = write_call("clock", zone="UTC")
+NOW = write_call("clock")
 BAD = write_call("get_weather", town="Oslo")
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -63,8 +64,8 @@ TURNS: list[tuple[dict[str, Any], list[str], list[str]]] = [  # body, texts that
     ({"tools": TOOLS}, ["Hello.", OSLO, f"So:\n{OSLO}\n{CLOCK}", f"<think>\nHm.\n</think>\n\n{OSLO}", BAD],
      ["<tool_call>\nOslo", OSLO.replace("get_weather", "go")]),
     ({"tools": TOOLS, "tool_choice": "required"},
-     [OSLO, CLOCK, f"{OSLO}\n{CLOCK}", f"<think>\nHm.\n</think>\n\n{OSLO}"], ["Hello.", BAD]),
-    ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}, [OSLO], [f"{OSLO}\n{CLOCK}"]),
+     [OSLO, NOW, f"{OSLO}\n{NOW}", f"<think>\nHm.\n</think>\n\n{OSLO}"], ["Hello.", BAD, CLOCK]),
+    ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}, [OSLO], [f"{OSLO}\n{NOW}"]),
     ({"tools": TOOLS, "tool_choice": NAMED}, [OSLO], [CLOCK, BAD, "Hello."]),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
      [OSLO, "Hello."], [CLOCK]),

@@ -140,6 +140,18 @@ def test_a_required_call_is_made_and_valid(dialect: Dialect, has_tokens: bool) -
     assert not accepts(tokenizer, grammar, write_answer(dialect, "No."))
 
 
+@pytest.mark.parametrize(("dialect", "has_tokens"), CASES)
+def test_a_function_without_parameters_takes_no_arguments(dialect: Dialect, has_tokens: bool) -> None:
+    tokenizer = get_tokenizer(dialect, has_tokens)
+    call = write_calls(dialect, [("now", {})])
+    other = write_calls(dialect, [("now", {"zone": "UTC"})])
+    for parameters in ({}, {"type": "object", "properties": {}}, {"properties": {}, "required": [], "title": "Now"}):
+        grammar = write_turn(tokenizer, dialect, [Tool("now", "", parameters)], REQUIRED)
+        assert accepts(tokenizer, grammar, call) and not accepts(tokenizer, grammar, other), parameters
+    for parameters in ({"type": "object"}, {"properties": {}, "additionalProperties": {"type": "string"}}):
+        assert Tool("now", "", parameters).argument_schema == parameters
+
+
 def check_walk(
     tokenizer: TurnTokenizer, dialect: Dialect, grammar: str, seeds: range, prefix: str = "", has_content: bool = False
 ) -> None:
