@@ -15,12 +15,15 @@ _IN_PLACE = frozenset(
 def drop_idle_keywords(schema: Schema, pointed: Set[str], *, is_before_2019: bool) -> None:
     """Drop them from one subschema, in place.
 
-    pointed: keywords that stay. is_before_2019: the draft of the schema, which has no `minContains`.
+    pointed: keywords that stay. is_before_2019: whether the schema's draft has neither `minContains` nor
+    `unevaluatedProperties`.
     """
     for keyword in list(_list_idle(schema, is_before_2019=is_before_2019)):
         if keyword not in pointed:
             schema.pop(keyword, None)
-    if "additionalProperties" not in schema and "unevaluatedProperties" in schema and _IN_PLACE.isdisjoint(schema):
+    if is_before_2019 or "additionalProperties" in schema or not _IN_PLACE.isdisjoint(schema):
+        return
+    if "unevaluatedProperties" in schema:
         schema["additionalProperties"] = schema.pop("unevaluatedProperties")
 
 

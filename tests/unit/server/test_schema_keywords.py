@@ -180,6 +180,14 @@ def test_old_drafts_have_no_min_contains() -> None:
         compile_grammar(json=schema)
 
 
+def test_old_drafts_have_no_unevaluated_properties() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "unevaluatedProperties": False}
+    assert accepts(compile_grammar(json=schema), '{"a":1}')
+    assert not accepts(
+        compile_grammar(json={**schema, "$schema": "https://json-schema.org/draft/2020-12/schema"}), '{"a":1}'
+    )
+
+
 def test_a_reference_may_lead_through_a_keyword_without_effect() -> None:
     with pytest.raises(InvalidRequest, match="if:"):
         compile_grammar(json={"properties": {"a": {"$ref": "#/if"}}, "if": {"type": "string"}})
