@@ -11,6 +11,16 @@ from serve_llm.server.http.errors import InvalidRequest
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 WHITESPACE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "json": ((dict, bool, str), "a JSON schema as a dict, or its text; of a pydantic model, model_json_schema()"),
+    "regex": ((str,), "a text"),
+    "choice": ((list,), "a list of texts"),
+    "grammar": ((str,), "a text"),
+    "json_object": ((bool,), "True"),
+    "structural_tag": ((dict, str), "a dict, or its text"),
+    "whitespace_pattern": ((str,), "a text"),
+}
+
 PARAM = "structured_outputs"
 
 
@@ -39,6 +49,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
             )
         if not given:
             raise InvalidRequest(f"{self.param} needs one of {', '.join(KINDS)}", self.param)
+        self._check_types()
         self._check_values()
         if self.json is None and not self.json_object and self.structural_tag is None:
             for name in WHITESPACE_OPTIONS:
@@ -49,6 +60,15 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
                 "disable_any_whitespace and whitespace_pattern exclude each other",
                 self.name_param("whitespace_pattern"),
             )
+
+    def _check_types(self) -> None:
+        if isinstance(self.choice, tuple):
+            self.choice = list(self.choice)
+        for name, (types, wanted) in _TYPES.items():
+            value = getattr(self, name)
+            is_wrong = value is not None and not isinstance(value, types)
+            if is_wrong or (name == "choice" and not all(isinstance(text, str) for text in value or ())):
+                raise InvalidRequest(f"{name} must be {wanted}, not {value!r:.100}", self.name_param(name))
 
     def _check_values(self) -> None:
         if self.json_object is False:

@@ -142,7 +142,7 @@ def test_unknown_fields(name: str, suggestion: str) -> None:
 
 
 def test_a_value_of_the_wrong_type_is_no_unknown_field() -> None:
-    with pytest.raises(TypeError, match="not supported between"):
+    with pytest.raises(InvalidRequest, match="temperature must be a number, not 'hot'"):
         SamplingParams(temperature="hot")  # type: ignore[arg-type]
 
 
@@ -208,7 +208,6 @@ WRONG_TYPES = [
     ("structured_outputs", "json"),
     ("structured_outputs", {"choices": ["a"]}),
     ("structured_outputs", {"choice": [1]}),
-    ("structured_outputs", StructuredOutputs(json=5)),
     ("structured_outputs", {"regex": "a", "choice": ["a"]}),
     ("repetition_detection", {"min_count": 2}),
     ("repetition_detection", {"max_pattern_size": 3, "min_count": "2"}),
@@ -234,3 +233,27 @@ def test_wrong_types_are_refused_by_name(name: str, value: object) -> None:
 def test_what_was_accepted_can_be_sent() -> None:
     for name, value, _ in CONVERTED:
         msgspec.msgpack.encode(SamplingParams(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"regex": 5}, "regex must be a text, not 5"),
+        ({"grammar": ["a"]}, "grammar must be a text"),
+        ({"choice": "yes"}, "choice must be a list of texts, not 'yes'"),
+        ({"choice": ["a", 5]}, "choice must be a list of texts"),
+        ({"json": dict}, "model_json_schema"),
+        ({"json_object": 1}, "json_object must be True"),
+        ({"structural_tag": 1}, "structural_tag must be a dict"),
+        ({"json_object": True, "whitespace_pattern": 1}, "whitespace_pattern must be a text"),
+    ],
+)
+def test_types_of_structured_outputs(given: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        StructuredOutputs(**given)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="structured_outputs"):
+        SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
+
+
+def test_choices_may_be_a_tuple() -> None:
+    assert StructuredOutputs(choice=("a", "b")).choice == ["a", "b"]  # type: ignore[arg-type]
