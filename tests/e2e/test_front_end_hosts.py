@@ -220,7 +220,7 @@ def test_over_a_network() -> None:
         host.wait_until_logged("The server is lost: no message for")
 
 
-@pytest.mark.slow  # the refusal takes 30 s
+@pytest.mark.long  # the refusal takes 30 s
 @pytest.mark.parametrize(
     ("environ", "message"),
     [

@@ -252,8 +252,8 @@ def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ModelError, match=message[1]):
             read_model(raw | {change: message[0]})
-    with pytest.raises(ModelError, match="text_config: model_type 'ministral3' is not supported"):
-        read_model(raw | {"text_config": text | {"model_type": "ministral3"}})
+    with pytest.raises(ModelError, match="text_config: model_type 'mistral9' is not supported"):
+        read_model(raw | {"text_config": text | {"model_type": "mistral9"}})
     with pytest.raises(ModelError, match=r"text_config: unknown keys.*: leaf; .*-config text_config\.leaf"):
         read_model(raw | {"text_config": text | {"leaf": 1}})
     make_multimodal_checkpoint(tmp_path, "Mistral3ForConditionalGeneration")

@@ -328,10 +328,11 @@ def vectors() -> Iterator[Case]:
         {"instruction": 5},
         {"max_tokens_per_query": 0},
         {"use_activation": 1},
-        {"documents": ["y" * 10**6], "max_tokens_per_doc": 1},
     ):
         body = {"query": "x", "documents": ["y"]} | changed
         yield Case(f"rerank {changed}", "/rerank", json.dumps(body).encode())
+    long = json.dumps({"query": "x", "documents": ["y" * 10**6], "max_tokens_per_doc": 1}).encode()
+    yield Case("rerank a long document that is cut", "/rerank", long, statuses=CLIENT_ERROR | {200})
     for body in ({"queries": ["x", "y"], "documents": ["z"] * 3}, {"text_1": "x"}, {"queries": "x", "text_2": "y"}):
         yield Case(f"score {sorted(body)}", "/score", json.dumps(body).encode())
 
