@@ -34,7 +34,7 @@ def respond(name: object, **fields: object) -> Case:
 
 def messages() -> Iterator[Case]:
     wrong: list[Json] = [
-        {"max_tokens": value} for value in (None, 0, -1, "9", 1.5, True)
+        {"max_tokens": value} for value in (None, -1, "9", 1.5, True)
     ] + [
         {"messages": value} for value in (None, {}, "x", [3], [[]], [{"role": "wizard", "content": "x"}], [{}])
     ]  # fmt: skip

@@ -249,7 +249,7 @@ BOMBS: list[dict[str, object]] = [
     {"json": nested_one_of(9)},
     {"json": nested(1000)},
     {"json": {"enum": [f"{number:050}" for number in range(200_000)]}},
-    {"choice": [f"{number:05}" * 4 for number in range(40_000)]},
+    {"choice": [f"{number:06}" * 4 for number in range(400_000)]},
 ]
 
 
