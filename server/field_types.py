@@ -101,7 +101,7 @@ def _to_biases(value: Any, name: str) -> dict[int, float]:
 
 def _to_struct(kind: type[msgspec.Struct]) -> Convert:
     def convert(value: Any, name: str) -> Any:
-        """An object of this class whose fields were checked; a dict of its fields is one too."""
+        """Check the fields of an object of this class, or make one from a dict of its fields."""
         if isinstance(value, kind):
             fields = msgspec.structs.asdict(value)
         elif isinstance(value, Mapping):

@@ -286,15 +286,15 @@ def _parse_values(kind: type[DataclassInstance], given: Given) -> dict[str, obje
     return values
 
 
-def build_options(given: Given) -> Options:
+def build_options(given: Given, *, needs_model: bool = True) -> Options:
     """Parse every value and check how they combine. Raises OptionError."""
     values = _parse_values(Options, given)
     if "model" not in values:
-        if not values.get("node_rank"):
+        if needs_model and not values.get("node_rank"):
             raise OptionError(
                 "no model: give a checkpoint directory, a Hugging Face id, or `demo` for the bundled model"
             )
-        values["model"] = ""  # node 0 sends it
+        values["model"] = ""  # node 0, or the server of a front end, sends it
     options = msgspec.convert(values, Options)
     check_combinations(options)
     return options

@@ -11,7 +11,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.config import read_config_dtype
 
 ASSUMED = "float32"  # as in transformers, where nothing tells the dtype
-ASSUMED_IF_QUANTISED = "bfloat16"  # nobody quantises weights and keeps the others in float32
+ASSUMED_IF_QUANTISED = "bfloat16"  # a quantised checkpoint rarely keeps its other weights in float32
 NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' name -> torch's
 WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}  # bytes
 KINDS = ("weight", "bias")  # last part of the names of tensors that are in the model's dtype; scales are in others

@@ -100,6 +100,8 @@ class OpenRequest:
 
 
 class RecentRequests:
+    """The open requests, and the latest MAX_REQUESTS that have ended."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: dict[OpenRequest, None] = {}  # in order of admission

@@ -99,6 +99,7 @@ class JoinedHost(FrontEndHost):
         self._has_served = False
         self._front_ends: dict[int, RemoteFrontEnd] = {}  # by stream
         self._requests: dict[int, LocalStream] = {}  # forwarded ones, by stream
+        self._newest_request = 0  # the stream of the newest one
         self._carrying: set[asyncio.Task[None]] = set()
 
     def advance(self, revision: int, drain_seconds: float) -> int:
@@ -128,10 +129,11 @@ class JoinedHost(FrontEndHost):
         self.last_heard = time.monotonic()
         if isinstance(message, StreamData):
             process = self._front_ends.get(message.stream)
+            request = self._find_request(message.stream)
             if process is not None:
                 process.receive(message.content)
-            elif message.stream < 0:
-                self._find_request(message.stream).write(message.content)
+            elif request is not None:
+                request.write(message.content)
         elif isinstance(message, StreamEnd):
             if message.stream in self._front_ends:
                 self._front_ends.pop(message.stream).end(message.reason)
@@ -149,14 +151,15 @@ class JoinedHost(FrontEndHost):
         self._front_ends = {}
         self._requests = {}
 
-    def _find_request(self, number: int) -> LocalStream:
-        stream = self._requests.get(number)
-        if stream is None:
+    def _find_request(self, number: int) -> LocalStream | None:
+        """The connection of a forwarded request, opened if it is new; None if it has ended."""
+        if number < self._newest_request:
+            self._newest_request = number
             stream = self._requests[number] = LocalStream(number, self._send)
             task = asyncio.ensure_future(self._carry(stream))
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
-        return stream
+        return self._requests.get(number)
 
     async def _carry(self, stream: LocalStream) -> None:
         """Connect a forwarded request to the server, until one side closes."""

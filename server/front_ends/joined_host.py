@@ -14,7 +14,6 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from serve_llm.common.curve_zmq import CurveClient, create_dealer, format_url
 from serve_llm.common.errors import OptionError, PeerLost
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.options import parsers
+from serve_llm.common.options.schema import Options
 from serve_llm.server.daemon import StopSignals, format_listening_url, is_loopback, listen
 from serve_llm.server.front_ends.messages import compute_protocol
 from serve_llm.server.front_ends.process import end_process, kill_process, start_process
@@ -53,22 +53,7 @@ from serve_llm.server.front_ends.tunnel import (
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 1.0  # between two looks whether the program is to end, while it waits for the server
-
-
-@dataclass(frozen=True)
-class FrontEndHostOptions:
-    """What `serve-llm front-end` was given."""
-
-    server: str  # host:port of the server's --front-end-addr
-    num_front_ends: int
-    host: str
-    port: int
-    cluster_secret: str
-    model: str | None  # None: as the server names it
-    download_dir: str | None
-    ssl_keyfile: str | None
-    ssl_certfile: str | None
+ANSWER_SECONDS = 1.0  # how long to wait for the server's answer before checking for a signal
 
 
 class _HostedProcess(NamedTuple):
@@ -81,19 +66,23 @@ class _HostedProcess(NamedTuple):
 class FrontEndHostProgram:
     """Create it in the event loop."""
 
-    def __init__(self, options: FrontEndHostOptions) -> None:
-        """Raises OptionError if the port is taken."""
+    def __init__(self, options: Options) -> None:
+        """options: front_end_addr and cluster_secret are given; an empty model means that of the server. Raises
+        OptionError if the port is taken."""
+        assert options.front_end_addr is not None and options.cluster_secret is not None
         self.options = options
+        self.server = options.front_end_addr
+        self.secret = options.cluster_secret
         self.listener = listen(options.host, options.port)
         self.url = format_listening_url(self.listener, "https" if options.ssl_certfile else "http")
         self.signals = StopSignals()
-        name, port = parsers.parse_address(options.server)
+        name, port = parsers.parse_address(self.server)
         self.server_url = format_url(name, port)
         self.folder = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user can connect
 
     async def run(self) -> int:
         """Returns the exit code. Raises OptionError if the server refuses this host."""
-        logger.info("Listening on %s for the server at %s", self.url, self.options.server)
+        logger.info("Listening on %s for the server at %s", self.url, self.server)
         if not is_loopback(self.listener):
             logger.info("Clients of other machines may connect; the server's --api-key decides who may use it")
         try:
@@ -125,9 +114,9 @@ class FrontEndHostProgram:
                 if isinstance(answer, Welcome):
                     return answer
                 if isinstance(answer, Refused):
-                    raise OptionError(f"the server at {self.options.server} refuses this host: {answer.message}")
+                    raise OptionError(f"the server at {self.server} refuses this host: {answer.message}")
                 if not has_logged:
-                    logger.info("Waiting for the server at %s", self.options.server)
+                    logger.info("Waiting for the server at %s", self.server)
                     has_logged = True
         finally:
             client.close()
@@ -135,7 +124,7 @@ class FrontEndHostProgram:
 
     def _ask(self) -> CurveClient:
         """A connection that gets the answer, as soon as there is a server."""
-        client = CurveClient(self.server_url, self.options.cluster_secret)
+        client = CurveClient(self.server_url, self.secret)
         client.send(encode(Join(compute_protocol())))
         return client
 
@@ -157,7 +146,7 @@ class _Session:
         self._model = model
         self._server_socket = f"{program.folder}/server"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = create_dealer(self._context, program.server_url, self._options.cluster_secret)
+        dealer = create_dealer(self._context, program.server_url, program.secret)
         dealer.connect(program.server_url)
         self._socket = zmq.asyncio.Socket.from_socket(dealer)
         self._numbers = count(1)
@@ -173,7 +162,7 @@ class _Session:
         self._send(
             Ready(
                 socket.gethostname(),
-                options.num_front_ends,
+                options.front_ends,
                 str(directory),
                 self._server_socket,
                 options.ssl_keyfile and os.path.abspath(options.ssl_keyfile),

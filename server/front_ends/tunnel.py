@@ -61,8 +61,8 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
 
 
 class StreamData(msgspec.Struct, tag=True, frozen=True):
-    """Positive numbers are channels of front ends, negative ones connections to the server process: the first data of
-    such a number opens it."""
+    """Positive numbers are channels of front ends, negative ones connections to the server process, which the first
+    data of a number opens. These numbers decrease: what comes late for one that has ended opens nothing."""
 
     stream: int
     content: bytes
@@ -134,13 +134,10 @@ class LocalStream(asyncio.Protocol):
 class StreamTransport(asyncio.Transport):
     """What a protocol writes to a stream whose other end is on another host."""
 
-    def __init__(self, number: int, send: Callable[[StreamData | StreamEnd], None]) -> None:
+    def __init__(self, number: int, send: Callable[[StreamData], None]) -> None:
         super().__init__()
         self._number = number
         self._send = send
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._send(StreamData(self._number, bytes(data)))
-
-    def close(self) -> None:
-        self._send(StreamEnd(self._number))

@@ -5,7 +5,7 @@ Routes are templates such as /v1/models/{name}, never paths, so that clients can
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,14 +47,14 @@ class HttpMeter:
 
     def __init__(self) -> None:
         self.statuses = Counter({200: 0})  # all requests; 200, so that the metric is there from the start
-        self.routes: dict[tuple[str, str], RouteTotals] = {}  # by route and method, without probes
+        self.routes: defaultdict[tuple[str, str], RouteTotals] = defaultdict(RouteTotals)  # by route and method
 
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count an answered request. route: its template, NO_ROUTE without one. seconds: until its last byte."""
         self.statuses[status] += 1
         if route in _PROBES:
             return
-        totals = self._find(route, method if method in _METHODS else OTHER_METHOD)
+        totals = self.routes[route, method if method in _METHODS else OTHER_METHOD]
         totals.statuses[f"{status // 100}xx"] += 1
         totals.seconds.observe(seconds)
 
@@ -73,9 +73,6 @@ class HttpMeter:
         """Count what another meter has counted."""
         self.statuses.update(counts.statuses)
         for one in counts.routes:
-            totals = self._find(one.route, one.method)
+            totals = self.routes[one.route, one.method]
             totals.statuses.update(one.statuses)
             totals.seconds.add(one.seconds)
-
-    def _find(self, route: str, method: str) -> RouteTotals:
-        return self.routes.setdefault((route, method), RouteTotals())

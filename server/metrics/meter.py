@@ -27,9 +27,9 @@ _MEAN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Why an engine process was replaced; docs/metrics.md explains each.
 # Where prompt tokens came from, as vLLM names it. Nothing comes from other servers here, so the last one stays 0.
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+# Why an engine process was replaced; docs/metrics.md explains each.
 RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start", "peer")
 
 

@@ -1,8 +1,8 @@
 """Bounds and divisors of numbers, in ranges for which llguidance's regular expressions are right.
 
-Between bounds it writes decimals without exponents. Two of its habits are mended here. Beside a bound less than 1 away,
-it takes an exclusive bound at an integer for an inclusive one. And it wants as many decimal places as the bound or the
-divisor has: 0.90 below 0.95, 0.50 for multiples of 0.25.
+Between bounds, llguidance writes decimals without exponents. This module works around two faults. Beside a bound less
+than 1 away, llguidance takes an exclusive bound at an integer for an inclusive one. And it demands as many decimal
+places as the bound or the divisor has: 0.90 below 0.95, 0.50 for multiples of 0.25.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mistral (MistralForCausalLM): Llama with one sliding window for all layers.
 
-Ministral 3 (Ministral3ForCausalLM): queries grow with the position."""
+Ministral 3 (Ministral3ForCausalLM) also scales queries by their position."""
 
 from __future__ import annotations
 
