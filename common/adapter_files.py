@@ -21,7 +21,7 @@ class AdapterFiles(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_stamp(directory: Path) -> Stamp:
-    """Return numbers that change when one of the files changes. Raises OSError if one is missing."""
+    """Return values that change whenever one of the files changes. Raises OSError if a file is missing."""
     found = [(directory / name).stat() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
 

@@ -20,7 +20,7 @@ from serve_llm.common.errors import EngineError, OptionError, PeerLost
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 4.0  # libzmq drops a connection without heartbeats for this long
-REFUSED_SECONDS = 30.0  # handshakes also fail while a proxy accepts for a peer that is not up yet
+REFUSED_SECONDS = 30.0  # handshakes also fail if a proxy accepts connections before its peer is up
 PING = b""  # checks that a peer exists; no other message is empty
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -93,7 +93,7 @@ class Endpoint:
 
 
 def create_dealer(context: zmq.Context[zmq.Socket[bytes]], url: str, secret: str) -> zmq.Socket[bytes]:
-    """A DEALER socket that may `connect` to the url of an `Endpoint`, or of this host (ipc://, without encryption)."""
+    """A DEALER socket that may `connect` to the URL of an `Endpoint` or, without encryption, to an ipc:// URL."""
     socket = context.socket(zmq.DEALER)
     if url.startswith("tcp://"):
         key = derive_key(secret)
@@ -113,7 +113,7 @@ def _prepare(socket: zmq.Socket[bytes], key: Key, ipv6: bool) -> None:
 
 
 def _prepare_listener(socket: zmq.Socket[bytes], address: str, port: int, max_segment: int) -> int:
-    """Give `socket` a listening TCP socket, whose connections keep to the segment size; returns its port."""
+    """Bind `socket` to a listening TCP socket whose connections limit their segment size. Returns the port."""
     family = tcp.AF_INET6 if ":" in address else tcp.AF_INET
     listener = tcp.create_server((address, port), family=family, backlog=128)
     listener.setsockopt(tcp.IPPROTO_TCP, tcp.TCP_MAXSEG, max_segment)
@@ -123,7 +123,7 @@ def _prepare_listener(socket: zmq.Socket[bytes], address: str, port: int, max_se
 
 
 def send(socket: zmq.Socket[bytes], peer: bytes, message: bytes) -> bool:
-    """Send from a ROUTER socket to one peer; False if the peer is gone."""
+    """Send from a ROUTER socket to one peer. Returns False if the peer is gone."""
     try:
         socket.send_multipart([peer, message])
     except zmq.ZMQError as error:
@@ -154,8 +154,8 @@ class CurveClient:
         self._socket.send(message)
 
     def receive(self, seconds: float) -> bytes | None:
-        """The next message, None if none arrives in time. Raises PeerLost when an established connection is lost,
-        OptionError when the other side refuses the secret."""
+        """Return the next message, None if none arrives in time. Raises PeerLost when an established connection is
+        lost, OptionError when the other side refuses the secret."""
         deadline = time.monotonic() + seconds
         while True:
             ready = dict(self._poller.poll(max(0, int((deadline - time.monotonic()) * 1000))))

@@ -14,8 +14,8 @@ from serve_llm.common.splits import split_evenly
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """The hosts ("nodes", by number) of every engine. With at least as many engines as hosts, each engine is whole on
-    one host; with fewer, each has consecutive hosts of its own."""
+    """The hosts ("nodes", by number) of every engine. With at least as many engines as hosts, each engine fits on one
+    host; with fewer, each engine gets its own consecutive hosts."""
 
     num_ranks: int  # ranks of each engine
     nodes: tuple[range, ...]  # by engine: the numbers of its hosts
@@ -36,12 +36,12 @@ class EnginePlacement:
         return cls(num_ranks, tuple(chain.from_iterable(hosts)))
 
     def ranks(self, engine: int) -> dict[int, range]:
-        """Host -> the ranks of this engine there, for all hosts of the engine."""
+        """Map each host of the engine to the engine's ranks on it."""
         nodes = self.nodes[engine]
         return dict(zip(nodes, split_evenly(self.num_ranks, len(nodes)), strict=True))
 
     def local_ranks(self, engine: int, node: int = 0) -> range:
-        """The ranks of this engine on this host; empty if there are none."""
+        """Return this engine's ranks on this host; empty if there are none."""
         return self.ranks(engine).get(node, range(0))
 
     def engines(self, node: int) -> list[int]:
@@ -49,13 +49,13 @@ class EnginePlacement:
         return [engine for engine, nodes in enumerate(self.nodes) if node in nodes]
 
     def engines_by_rank(self, engine: int) -> tuple[int, ...]:
-        """For each rank of this engine, the number of engines that have ranks on the same host."""
+        """For each rank of this engine, count the engines that have ranks on the same host."""
         return tuple(len(self.engines(node)) for node, ranks in self.ranks(engine).items() for _ in ranks)
 
     def ports(self, first: int) -> dict[int, int]:
-        """Engine -> the port at which node 0 awaits the engine's other hosts, for the engines that have any.
+        """Map each engine that spans several hosts to the port on which node 0 waits for the other hosts.
 
-        first: the port of --master-addr. One engine always listens there.
+        first: the port of --master-addr, on which one engine always listens.
         """
         spread = [engine for engine in range(len(self.nodes)) if self.local_ranks(engine) != range(self.num_ranks)]
         return {engine: first + index for index, engine in enumerate(spread)}

@@ -64,7 +64,7 @@ class EngineDead(EngineError):
     pass
 
 
-# Advice for a process that ended, by how it ended; `ASK_LOG` for every other end.
+# Advice for the user by how a process ended; `ASK_LOG` in all other cases.
 HINTS = {
     "signal SIGKILL": "the system may be out of memory: if so, lower --kv-cache-memory or use fewer ranks per host"
 }

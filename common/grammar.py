@@ -13,8 +13,8 @@ STEP_LEXER_FUEL = 200_000  # about 15 ms for one mask; the default of llguidance
 def build_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
     """The tokenizer of masks, from the text of tokenizer.json. Takes up to a second for 150,000 tokens.
 
-    vocab_size: number of logits. Ids past the tokenizer's are never allowed; a tokenizer with more ids keeps them, and
-    the caller cuts the masks.
+    vocab_size: number of logits. Ids beyond the tokenizer's are never allowed. If the tokenizer has more ids, the
+    caller truncates the masks.
     """
     try:
         return LLTokenizer(tokenizer_json, n_vocab=vocab_size)

@@ -63,7 +63,7 @@ class Heartbeat:
         return HeartbeatReading(*_FIELDS.unpack_from(self._memory))
 
     def read_running_ids(self) -> list[int]:
-        """Ids of the requests in the steps that had begun and not finished at the last `show`."""
+        """Ids of the requests in the steps that were in flight at the last `show`."""
         count = min(self.read().num_ids, CAPACITY)
         return array("Q", self._memory[_FIELDS.size : _FIELDS.size + 8 * count]).tolist()
 

@@ -39,7 +39,7 @@ def list_addresses() -> dict[str, str]:
             data = memoryview(netlink.recv(1 << 16))
             while len(data) >= 16:
                 length, kind = struct.unpack_from("=IH", data)
-                if kind != _GET_ADDRESSES - 2:  # the end of the dump, or an error; answers are RTM_NEWADDR
+                if kind != _GET_ADDRESSES - 2:  # the end of the dump, or an error; replies are RTM_NEWADDR
                     if kind != _DONE:
                         raise OSError("the kernel does not list this host's addresses over netlink")
                     return addresses
@@ -156,8 +156,8 @@ def fingerprint(model: Path | None) -> Fingerprint:
 
 
 def difference(all_hosts: Sequence[Fingerprint], names: Sequence[str] | None = None) -> str | None:
-    """One line that says how hosts differ from the first one, None if all are equal. names: the hosts' names for the
-    line; by default node number and host name."""
+    """Describe in one line how hosts differ from the first one; None if all are equal. names: host names to show
+    (default: node number and host name)."""
     if names is None:
         names = [f"node {node} ({one.host})" for node, one in enumerate(all_hosts)]
     differences = []

@@ -29,10 +29,10 @@ _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and all
 _WEIGHT_FILES = ("*.safetensors",)
 BIN_SINGLE = "pytorch_model.bin"  # pickled, and read by `serve-llm convert` only
 BIN_INDEX = "pytorch_model.bin.index.json"
-# Keys that some config.json have instead of quantization_config, and the quant_method that they mean.
+# Keys that some config.json files have instead of quantization_config, and the quant_method that they imply.
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _OLD_QUANTIZATION_KEY = (
-    "compression_config"  # compressed-tensors wrote it, with or without a quantization_config inside
+    "compression_config"  # written by compressed-tensors, with or without a quantization_config inside
 )
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.
@@ -66,8 +66,8 @@ def resolve_model(
 
 
 def resolve_bin_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The directory of a checkpoint whose weights are pytorch_model*.bin, or of an adapter whose are adapter_model.bin,
-    downloaded unless it is cached. Raises ModelError like `resolve_model`."""
+    """The directory of a checkpoint with pytorch_model*.bin, or of an adapter with adapter_model.bin, downloaded unless
+    it is cached. Raises ModelError like `resolve_model`."""
     patterns = (*_TEXT_FILES, "pytorch_model*.bin", ADAPTER_PICKLE)
     directory = _local(model) or _download(model, revision, download_dir, patterns)
     if is_pickled_adapter(directory):
@@ -75,12 +75,12 @@ def resolve_bin_model(model: str, revision: str | None = None, download_dir: str
     if not (directory / "config.json").is_file():
         raise ModelError(f"{model}: no config.json in {directory}; it must be a Hugging Face checkpoint directory")
     if not any((directory / name).is_file() for name in (BIN_SINGLE, BIN_INDEX)):
-        raise ModelError(f"{model}: neither {BIN_SINGLE} nor {BIN_INDEX} in {directory}: there is nothing to convert")
+        raise ModelError(f"{model}: neither {BIN_SINGLE} nor {BIN_INDEX} in {directory}: nothing to convert")
     return directory
 
 
 def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The GGUF file that the name stands for, None if it stands for another kind of checkpoint."""
+    """Return the GGUF file that the name refers to; None if it refers to another kind of checkpoint."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and not path.is_dir() and ":" not in model:
         if not path.is_file():
@@ -111,7 +111,7 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Pa
 
 
 def _download_modules(model: str, revision: str | None, download_dir: str | None, directory: Path) -> None:
-    """The folders that sentence-transformers' modules.json names, if there is one; they are small."""
+    """List the folders named in sentence-transformers' modules.json, if there is one. They are small."""
     path = directory / "modules.json"
     if not path.is_file():
         return
@@ -124,8 +124,8 @@ def _download_modules(model: str, revision: str | None, download_dir: str | None
 
 
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The checkpoint directory with what `read_config` reads; downloads no other file, except a GGUF file. Raises
-    ModelError like `resolve_model`."""
+    """The checkpoint directory with the files that `read_config` needs. Downloads nothing else, except a GGUF file.
+    Raises ModelError like `resolve_model`."""
     if ":" in model or Path(model).suffix == ".gguf" or _local(model) is not None:
         return resolve_model(model, revision, download_dir, weights=False)
     return _download(model, revision, download_dir, ("config.json", *_QUANTIZATION_FILES))
@@ -152,7 +152,7 @@ def resolve_draft_checkpoint(
 
 def resolve_adapter(adapter: str, download_dir: str | None = None) -> Path:
     """The directory of a LoRA adapter: a local one, or the snapshot of a Hugging Face id ("organisation/name"),
-    downloaded unless it is cached. Only a name that can be such an id is looked up. Raises ModelError."""
+    downloaded unless it is cached. Names that cannot be such an id are not looked up. Raises ModelError."""
     directory = Path(adapter).absolute()
     if directory.exists() or _ADAPTER_ID.fullmatch(adapter) is None:
         return directory
@@ -160,7 +160,8 @@ def resolve_adapter(adapter: str, download_dir: str | None = None) -> Path:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file of the checkpoint. Raises ModelError if the file cannot be read or holds no object."""
+    """Read a JSON object from a file of the checkpoint. Raises ModelError if the file is unreadable or not an
+    object."""
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -173,8 +174,8 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(directory: Path | str) -> dict[str, object]:
-    """The checkpoint's config.json, with the quantization_config that some writers put into a file of its own or under
-    another key. Raises ModelError."""
+    """Read the checkpoint's config.json, including a quantization_config that some writers store in a separate file or
+    under another key. Raises ModelError."""
     config = read_json(Path(directory) / "config.json")
     older = config.get(_OLD_QUANTIZATION_KEY)
     if isinstance(older, dict) and older and "quantization_config" not in config:
@@ -189,7 +190,7 @@ def read_config(directory: Path | str) -> dict[str, object]:
 
 
 def _local(name: str) -> Path | None:
-    """The bundled directory for "demo", or the directory of that name, None if the name can only be a Hugging Face id.
+    """Return the bundled directory for "demo", or the local directory; None if the name can only be a Hugging Face id.
     Raises ModelError."""
     if name == "demo":
         return Path(str(files("serve_llm.demo")))
@@ -214,7 +215,7 @@ def _download(
     import huggingface_hub as hub  # takes half a second to import
     from huggingface_hub import errors
 
-    logger.info("Looking for %s on the Hub; what is not here yet is downloaded", name)
+    logger.info("Looking for %s on the Hub; missing files are downloaded", name)
     at_revision = f" at revision {revision}" if revision else ""
     try:
         directory = hub.snapshot_download(

@@ -18,14 +18,14 @@ _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 @dataclass
 class LoggedRequest:
-    """An HTTP request, as log records name it."""
+    """An HTTP request as it appears in log records."""
 
     request_id: str  # X-Request-Id
     path: str = ""
-    traceparent: str = ""  # its span in the format of W3C Trace Context, while it has one
+    traceparent: str = ""  # the active span in W3C Trace Context format, if any
 
     def describe_span(self) -> dict[str, str]:
-        """The ids of its trace and span, in hexadecimal. Empty without a span."""
+        """Trace id and span id in hexadecimal; empty without a span."""
         if not self.traceparent:
             return {}
         _, trace_id, span_id, _ = self.traceparent.split("-")
@@ -33,16 +33,15 @@ class LoggedRequest:
 
 
 CURRENT_REQUEST: ContextVar[LoggedRequest | None] = ContextVar("CURRENT_REQUEST", default=None)
-"""The HTTP request that is being handled. Records logged meanwhile name its span, and in JSON also its id."""
+"""The HTTP request being handled. Log records include its span and, in JSON, its id."""
 
 
 def configure(level: str, process: str = "", format: str = "text") -> None:
     """Log to stderr: our own messages and uvicorn's from `level` ("debug", "info", "warning", "error") up, those
     of other libraries from warning up.
 
-    process: name before every message, if several processes of one kind log. format: "text" or "json". Call it once, at
-    the start of a process, never from a library. Start uvicorn with log_config=None, or it installs its own handlers
-    again.
+    process: prefix of every message, if several processes of one kind log. format: "text" or "json". Call this once at
+    process start, never from a library. Start uvicorn with log_config=None, or it reinstalls its own handlers.
     """
     handler = logging.StreamHandler(sys.stderr)
     if format == "json":
@@ -68,7 +67,7 @@ def configure(level: str, process: str = "", format: str = "text") -> None:
 
 
 class HeldRecords(logging.Handler):
-    """Keeps records that are logged before the options say in which form they are written."""
+    """Buffers records that are logged before the options determine the log format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,8 +79,8 @@ class HeldRecords(logging.Handler):
 
 @contextlib.contextmanager
 def hold_records(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
-    """Read the options in this context: what is logged meanwhile is written by the next `configure`. If they cannot be
-    read, logging is configured with the format that the command line or the environment asks for."""
+    """Buffer records while the options are parsed; the next `configure` writes them. If parsing fails, logging is
+    configured with the format that the command line or the environment asks for."""
     logging.getLogger().handlers = [HeldRecords()]
     try:
         yield
@@ -100,13 +99,13 @@ def _find_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def read_format() -> str:
-    """The format that this process logs in, for the processes that it starts."""
+    """The log format of this process, to pass on to child processes."""
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
     return "json" if is_json else "text"
 
 
 def write_final_error(error: Exception) -> None:
-    """Write the error that ends the process to stderr, in the format of the log. Raises OSError."""
+    """Write the error that terminates the process to stderr, in the log format. Raises OSError."""
     line = f"serve-llm: {error}"
     if read_format() == "json":
         record = logging.LogRecord("serve_llm", logging.ERROR, __file__, 0, str(error), None, None)
@@ -120,7 +119,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 class TextFormatter(logging.Formatter):
-    """One line per record, which ends with trace_id and span_id if the record belongs to a traced request."""
+    """One line per record, followed by trace_id and span_id if it belongs to a traced request."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)

@@ -27,7 +27,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     directory: str  # the local checkpoint directory that `options.model` was resolved to
     engine: int = 0  # index of this engine, below options.data_parallel_size
     ray: RayCluster | None = None
-    replaces: bool = False  # engines have served requests before: this one replaces one, or is added
+    replaces: bool = False  # engines have already served requests: this one is a replacement or an addition
     meeting: str | None = None  # directory in which engines that step together (expert parallel) find each other
 
 
@@ -36,7 +36,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class MalformedRequest(msgspec.Struct, frozen=True):
-    """Not sent: stands for a request of a Submit that does not decode."""
+    """Never sent: takes the place of a request in a Submit that cannot be decoded."""
 
     id: int
     error: str
@@ -55,15 +55,15 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The sender failed and sends nothing more. All channels use this struct: engine to server, worker to engine, node
-    to node 0. Build it with `from_exception`; `to_exception` turns it back into an exception."""
+    """The sender has failed and sends nothing more. All channels use this struct: engine to server, worker to engine,
+    node to node 0. Build it with `from_exception`; `to_exception` turns it back into an exception."""
 
     kind: str  # name of a class in `common.errors`, or of any other exception class
     message: str
 
     @classmethod
     def from_exception(cls, error: Exception) -> Failed:
-        """Name the nearest base class of `error` that `common.errors` defines, else its own class."""
+        """Use the nearest base class of `error` that `common.errors` defines, else the class of `error` itself."""
         names = [base.__name__ for base in type(error).__mro__]
         known = next((name for name in names if name in BY_NAME), None)
         return cls(known or names[0], str(error))
@@ -82,7 +82,7 @@ class StepOutputs(msgspec.Struct, tag=True):
 
 
 class AdapterCheck(msgspec.Struct, frozen=True):
-    """To the process that checks an adapter (`engine.lora.check`)."""
+    """Sent to the process that checks an adapter (`engine.lora.check`)."""
 
     directory: str
     targets: dict[str, LoRATarget]  # as `ModelInfo.lora_targets`
@@ -91,7 +91,7 @@ class AdapterCheck(msgspec.Struct, frozen=True):
 
 
 class AdapterVerdict(msgspec.Struct, frozen=True):
-    """The answer to an AdapterCheck."""
+    """The reply to an AdapterCheck."""
 
     digest: str = ""
     error: str = ""  # why the adapter is refused
@@ -114,8 +114,8 @@ class _RequestId(msgspec.Struct, frozen=True):
 
 
 def read_to_engine(frame: bytes) -> list[ToEngine | MalformedRequest]:
-    """The message of a frame. Of a Submit in which requests do not decode, the others, and a MalformedRequest for each
-    of those. Raises msgspec.DecodeError if not even their ids can be read."""
+    """Decode the message of a frame. If some requests of a Submit cannot be decoded, return a Submit with the others
+    and a MalformedRequest for each bad one. Raises msgspec.DecodeError if not even their ids can be read."""
     try:
         return [decode_to_engine(frame)]
     except msgspec.ValidationError as error:

@@ -13,7 +13,7 @@ from hashlib import sha256
 
 
 def root(salt: str, uses_long_rope: bool = False, adapter: str = "") -> bytes:
-    """The hash before the first block. adapter: the digest of the request's adapter; "": it has none."""
+    """Return the hash that the chain starts from. adapter: the digest of the request's adapter; "" without one."""
     base = sha256((b"long-rope" if uses_long_rope else b"serve-llm") + salt.encode("utf-8", "surrogatepass")).digest()
     return sha256(base + adapter.encode()).digest() if adapter else base
 

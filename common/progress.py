@@ -1,4 +1,4 @@
-"""Log how far long work is, where no terminal shows a progress bar: the log of a container must not be silent."""
+"""Log the progress of long operations if no terminal shows a progress bar: a container's log must not be silent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-TENTH_SECONDS = 2.0  # between two lines at least
-SILENCE_SECONDS = 10.0  # after which progress within a tenth is logged too
+TENTH_SECONDS = 2.0  # minimum time between two lines
+SILENCE_SECONDS = 10.0  # without a line for this long, log between two tenths too
 
 
 class ProgressLog:
-    """Lines about one piece of work. Work that is done within TENTH_SECONDS gets none."""
+    """Logs the progress of one operation. Operations shorter than TENTH_SECONDS are not logged."""
 
     def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
         """title: of each line, such as "Loading weights"."""
@@ -24,7 +24,7 @@ class ProgressLog:
         self._tenth = 0
 
     def report_share(self, done: int, total: int) -> None:
-        """Log the share that is done, at each tenth and after each SILENCE_SECONDS."""
+        """Log the completed share at every tenth, and after every SILENCE_SECONDS."""
         silence = self._clock() - self._logged_at
         tenth = 10 * done // max(total, 1)
         if silence < TENTH_SECONDS or (tenth == self._tenth and silence < SILENCE_SECONDS):
@@ -33,7 +33,7 @@ class ProgressLog:
         self._write(f"{done / total:.0%}")
 
     def report_bytes(self, done: int) -> None:
-        """Log how much is done, after each SILENCE_SECONDS."""
+        """Log the completed amount after every SILENCE_SECONDS."""
         if self._clock() - self._logged_at >= SILENCE_SECONDS:
             self._write(f"{done / 2**30:.2f} GiB so far")
 
@@ -43,7 +43,7 @@ class ProgressLog:
 
 
 def make_download_log(title: str) -> type[Any]:
-    """A class for `huggingface_hub.snapshot_download(tqdm_class=...)`, whose bars are not shown but logged.
+    """Make a class for `huggingface_hub.snapshot_download(tqdm_class=...)` that logs progress instead of drawing bars.
 
     The Hub's client counts bytes that arrive and bytes that are written in bars of their own; the larger number counts.
     """

@@ -23,7 +23,7 @@ _POOLING_TYPES: dict[str, PoolingType] = {
     "weightedmean": "weighted_mean",
     "lasttoken": "last",
 }
-# As flags, in the order in which the vectors of several follow each other.
+# Flags, in the order in which the resulting vectors are concatenated.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -32,7 +32,7 @@ _POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The first that is there holds the settings of the transformer.
+# The first of these files that exists holds the transformer's settings.
 _TRANSFORMER_FILES = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -53,7 +53,7 @@ class DenseModule(msgspec.Struct, frozen=True):
 class SentenceModules(msgspec.Struct, frozen=True):
     """The modules after the transformer."""
 
-    pooling_types: tuple[PoolingType, ...]  # their vectors follow each other
+    pooling_types: tuple[PoolingType, ...]  # their vectors are concatenated
     dense: tuple[DenseModule, ...]
     normalize: bool  # scale vectors to length 1
     max_seq_length: int | None  # tokens
@@ -62,7 +62,7 @@ class SentenceModules(msgspec.Struct, frozen=True):
 
 
 def read_sentence_modules(directory: Path) -> SentenceModules | None:
-    """None if the checkpoint has no modules.json. Raises ModelError that names what is not supported."""
+    """Return None if the checkpoint has no modules.json. Raises a ModelError that names what is not supported."""
     path = directory / "modules.json"
     if not path.is_file():
         return None

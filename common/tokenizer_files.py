@@ -1,4 +1,4 @@
-"""Convert the tokenizer of a checkpoint without tokenizer.json, once, into a cache directory.
+"""Convert the tokenizer of a checkpoint that lacks tokenizer.json, once, into a cache directory.
 
 transformers' AutoTokenizer reads every format (vocab.json with merges.txt, sentencepiece, ...), but importing it takes
 seconds and loads torch, so a child process does it: this module run with -m.
@@ -33,7 +33,7 @@ _SOURCES = (
 
 
 def find_tokenizer(directory: Path) -> Path:
-    """The directory with the tokenizer.json of a checkpoint, converted first if it has none. Raises ModelError."""
+    """Return the directory of the checkpoint's tokenizer.json, which is created first if missing. Raises ModelError."""
     return directory if (directory / "tokenizer.json").is_file() else convert_tokenizer(directory)
 
 

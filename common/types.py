@@ -12,12 +12,12 @@ from typing import Literal
 import msgspec
 
 LOWEST_PRIORITY = 2**31 - 1  # runs after everything else
-GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM: dividing logits by them would overflow
-PoolingTask = Literal["none", "embed", "classify"]  # what the vector of a pooling request is: an embedding or logits
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy, as in vLLM: dividing logits by them would overflow
+PoolingTask = Literal["none", "embed", "classify"]  # result of a pooling request
 
 
 class FinishReason(StrEnum):
-    """Why a request finished. Every accepted request finishes with exactly one of these."""
+    """Why a request finished. Every accepted request ends with exactly one of these."""
 
     STOP = "stop"  # end-of-sequence id, a stop id, or (server) a stop string
     LENGTH = "length"  # max_tokens or the context length was reached
@@ -27,24 +27,24 @@ class FinishReason(StrEnum):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The most tokens of a request's reasoning. Once they are spent, the closing delimiter is forced."""
+    """Limit on the reasoning tokens of a request. Once it is reached, the closing delimiter is forced."""
 
-    num_tokens: int  # over all regions; those of the delimiters that open them do not count
+    num_tokens: int  # over all reasoning regions, without the delimiters that open them
     close_ids: tuple[int, ...]  # the delimiter that closes the region, at least one id
-    open_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that open it at the start of the text; empty: none does
-    other_close_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that close it too
+    open_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that open it at the start of the text; may be empty
+    other_close_ids: tuple[tuple[int, ...], ...] = ()  # further delimiters that close it
     is_open: bool = False  # the prompt has opened the region
-    repeats: bool = False  # whether `open_ids` also open it later, outside calls
-    ends_at_call: bool = False  # whether a call that opens inside it closes it
-    call_open_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that open a call
+    repeats: bool = False  # `open_ids` may also open it later, outside tool calls
+    ends_at_call: bool = False  # a tool call inside it closes it
+    call_open_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that open a tool call
     call_close_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """Id-level sampling parameters of one sequence; strings never reach the engine.
 
-    The noise is a pure function of (seed, choice, output position), so a request that is interrupted at any token can
-    be continued with the same result.
+    The sampling noise is a pure function of (seed, choice, output position), so an interrupted request can continue at
+    any token with the same result.
     """
 
     max_tokens: int  # 0: compute only the prompt (prompt_logprobs)
@@ -63,17 +63,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     stop_token_ids: tuple[int, ...] = ()  # including the model's end-of-sequence ids, unless ignore_eos
     min_tokens: int = 0  # stop_token_ids are masked until then
     logprobs: int | None = None  # None: off; k: the chosen token and the k most likely ones, raw distribution
-    logprob_token_ids: tuple[int, ...] = ()  # ids whose log-probabilities `logprobs` has too, different
+    logprob_token_ids: tuple[int, ...] = ()  # distinct ids whose log-probabilities are returned as well
     grammar: str = ""  # in llguidance's own format; the text must satisfy it. Empty: none
     thinking: ThinkingBudget | None = None
     prompt_logprobs: int | None = None  # the same for every prompt token except the first
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the previous ids decide which ones may come next."""
+        """Whether the previous ids determine which ids are allowed next."""
         return bool(self.grammar) or self.thinking is not None
 
-    @cached_property  # this and the next are read for every token
+    @cached_property  # this and the next property are read for every token
     def adjusts_logits(self) -> bool:
         """Whether biases, bans or penalties may change the logits of any token, even after `min_tokens`."""
         return bool(
@@ -106,13 +106,14 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoRATarget(msgspec.Struct, frozen=True):
-    """A layer that an adapter can change. "router" is a shared expert's gate too, "expert" a layer of one expert."""
+    """A layer that an adapter can change. "router" includes a shared expert's gate; "expert" is a layer of one
+    expert."""
 
     module: str  # its name in the model's checkpoint
     outputs: int
     inputs: int  # the size of the vocabulary for an embedding
     kind: Literal["linear", "router", "expert", "experts", "embedding", "head"] = "linear"
-    stored: tuple[str, ...] = ()  # names that the checkpoint may have for the weight of an embedding or head
+    stored: tuple[str, ...] = ()  # possible names in the checkpoint for the weight of an embedding or head
     members: int = 1  # experts whose weights "experts" stands for, those of one linear layer; PEFT names a parameter
 
 
@@ -122,12 +123,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: int  # chosen by the server, unique among its open requests
     prompt_ids: list[int]
     sampling: Sampling
-    output_ids: list[int] = []  # generated before, if the request is continued; counted as output
+    output_ids: list[int] = []  # already generated, if the request is resumed; counted as output
     priority: int = 0  # smaller runs first
-    tenant: int = 0  # index of the API key; at equal priority the tenant that was served least goes first
+    tenant: int = 0  # index of the API key; at equal priority, the least-served tenant goes first
     cache_salt: str = ""  # prefix blocks are shared only between equal salts
     pooling: bool = False  # return the vector of the prompt instead of tokens
-    second_text_start: int | None = None  # where the second text of a pair begins in prompt_ids
+    second_text_start: int | None = None  # index in prompt_ids at which the second text of a pair begins
     adapter: Adapter | None = None  # None: the base model
 
 
@@ -136,7 +137,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float  # log probability of the actual token
     rank: int  # 1: the most likely token
-    top_ids: list[int]  # the k most likely, in descending order; then those asked for that are not among them
+    top_ids: list[int]  # the k most likely in descending order, followed by other requested ids
     top_logprobs: list[float]
 
 
@@ -154,11 +155,11 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     vector: bytes | None = None  # the result of a pooling request: float32, little-endian
     error: str | None = None
     num_preemptions: int = 0  # since the previous output
-    is_contradiction: bool = False  # `error` is that the request's own restrictions exclude each other
+    is_contradiction: bool = False  # `error` says that the request's own restrictions contradict each other
 
 
 class OffloadStats(msgspec.Struct, array_like=True):
-    """Blocks of KV cache outside the device, in host memory or on disk. Gauges are current; counters are totals."""
+    """KV cache blocks outside the device, in host memory or on disk. Gauges are current; counters are totals."""
 
     num_blocks: int = 0  # there now
     num_bytes: int = 0
@@ -167,11 +168,11 @@ class OffloadStats(msgspec.Struct, array_like=True):
     num_stored: int = 0
     stored_bytes: int = 0
     num_evicted: int = 0
-    num_corrupt: int = 0  # blocks whose checksum was wrong, or whose file was cut off
+    num_corrupt: int = 0  # blocks with a wrong checksum or a truncated file
     num_errors: int = 0  # reads and writes that failed
 
     def add(self, past: OffloadStats) -> OffloadStats:
-        """The same with the counters of a process that ended."""
+        """Add the counters of a process that has ended."""
         return OffloadStats(
             self.num_blocks,
             self.num_bytes,
@@ -196,14 +197,14 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     num_steps: int = 0
     step_tokens: int = 0  # prompt and output tokens computed in this step
-    num_drafts: int = 0  # times that a step verified drafts of a request
+    num_drafts: int = 0  # number of times that a step verified drafts of a request
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # draft tokens that became output
     num_forced_tokens: int = 0  # output tokens for which a grammar left no choice, appended without being sampled
     offload_memory: OffloadStats | None = None  # None: no KV is offloaded
     offload_disk: OffloadStats | None = None
-    num_deferred: int = 0  # part of num_waiting: others overtake them
-    accepted_by_position: list[int] = []  # parts of num_accepted_tokens, by place in the draft
+    num_deferred: int = 0  # part of num_waiting: overtaken by others
+    accepted_by_position: list[int] = []  # num_accepted_tokens by position in the draft
 
     def count_draft(self, num_tokens: int, num_accepted: int) -> None:
         self.num_drafts += 1
@@ -228,10 +229,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     generates: bool = True  # takes requests for tokens
     pooling_task: PoolingTask = "none"
-    vector_size: int = 0  # numbers of the vector of a pooling request
-    num_offload_blocks: int = 0  # that host memory keeps besides
+    vector_size: int = 0  # size of the vector of a pooling request
+    num_offload_blocks: int = 0  # additional blocks in host memory
     directory: str = ""  # the checkpoint
-    lora_targets: dict[str, LoRATarget] = {}  # by each name that PEFT may give them; empty: adapters are not served
+    lora_targets: dict[str, LoRATarget] = {}  # keyed by every name that PEFT may use; empty: adapters are not served
     executor: str = "inprocess"  # what runs the ranks: inprocess, mp or ray
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

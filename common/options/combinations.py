@@ -26,11 +26,11 @@ def check_combinations(options: Options) -> None:
             "mean more"
         )
     if options.front_end_addr is not None and not options.cluster_secret:
-        raise OptionError("--front-end-addr needs --cluster-secret: a host that joins gets the API keys")
+        raise OptionError("--front-end-addr needs --cluster-secret, because hosts that join receive the API keys")
 
 
 def _check_scaling(options: Options) -> None:
-    """Refuse bounds that contradict each other, and engines that cannot come and go."""
+    """Refuse contradictory bounds on the number of engines, and engines that cannot be added or removed."""
     if not options.is_scalable:
         return
     fewest = options.min_engines
@@ -49,7 +49,7 @@ def _check_scaling(options: Options) -> None:
 
 
 def _check_experts(options: Options) -> None:
-    """Refuse to move experts where no other engine could take them."""
+    """Refuse to rebalance experts if there is no other engine to move them to."""
     if options.eplb_config is not None and not options.enable_eplb:
         raise OptionError("--eplb-config needs --enable-eplb")
     if options.enable_eplb and not options.experts_span_engines:
@@ -60,7 +60,7 @@ def _check_experts(options: Options) -> None:
 
 
 def _check_model_impl(options: Options) -> None:
-    """Refuse what transformers' own code does not support."""
+    """Refuse options that transformers' own code does not support."""
     if options.model_impl == "auto":
         return
     refused = {
@@ -81,7 +81,7 @@ def _check_model_impl(options: Options) -> None:
 
 
 def _check_lora(options: Options) -> None:
-    """Refuse what cannot be combined with adapters."""
+    """Refuse options that cannot be combined with adapters."""
     if not options.enable_lora:
         if options.lora_modules:
             raise OptionError("--lora-modules needs --enable-lora")
@@ -102,7 +102,7 @@ def _check_lora(options: Options) -> None:
 
 
 def _check_speculation(options: Options) -> None:
-    """Refuse an MTP layer of another checkpoint."""
+    """Refuse an MTP layer from another checkpoint."""
     if options.speculative_config is None:
         return
     model = find_mtp_model(options.speculative_config)
@@ -113,7 +113,7 @@ def _check_speculation(options: Options) -> None:
 
 
 def _check_offload(options: Options) -> None:
-    """Refuse to store blocks that nothing would find, or that some ranks could not reach."""
+    """Refuse to offload blocks that are never looked up or that some ranks cannot access."""
     if options.kv_offload_dir is not None:
         if options.kv_offload_memory is None:
             raise OptionError("--kv-offload-dir needs --kv-offload-memory, through which blocks reach the disk")
@@ -144,7 +144,7 @@ def _check_nodes(options: Options) -> None:
 
 
 def _check_shares(options: Options) -> None:
-    """Refuse hosts without ranks."""
+    """Refuse hosts that would have no ranks."""
     engines = options.data_parallel_size
     nodes = options.nnodes
     split = options.data_parallel_split

@@ -26,9 +26,9 @@ def option(
 ) -> T:
     """A field of a dataclass of options.
 
-    metavar: the value's name in --help. flag: the option's name, if it is not the field's. short: a second name on the
-    command line, with one dash. alias: a second name everywhere. nargs: one flag takes several values. secret: never
-    shown in logs and errors.
+    metavar: the value's name in --help. flag: the option's name, if it differs from the field's. short: a second name
+    on the command line, with one dash. alias: a second name everywhere. nargs: one flag takes several values. secret:
+    never show the value in logs and errors.
     """
     metadata = {"parse": parse, "help": help, "metavar": metavar, "flag": flag, "short": short, "alias": alias}
     return field(default=default, metadata=metadata | {"nargs": nargs, "secret": secret}, repr=not secret)

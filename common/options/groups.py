@@ -26,7 +26,7 @@ OTHER_GROUP = "this command"  # options that the server does not have
 
 
 def find_groups() -> dict[str, str]:
-    """Field name of each option but the model -> title of its group."""
+    """Map the field name of each option except the model to the title of its group."""
     found: dict[str, str] = {}
     title = ""
     for option in OPTION_FIELDS:

@@ -11,7 +11,7 @@ COMMANDS = {
     "top [URL]": "show what a server is doing",
     "scale [URL]": "add engines to a server or remove some",
     "plan MODEL": "say whether and how a model fits GPUs and machines",
-    "check [MODEL]": "find out whether this host, or several, can serve",
+    "check [MODEL]": "check whether this host, or several, can serve",
     "front-end HOST:PORT": "answer clients here for a server on another host",
     "run-batch MODEL -i -o": "answer a file of requests",
     "convert MODEL -o": "write pytorch_model*.bin as safetensors",
@@ -20,9 +20,9 @@ COMMANDS = {
 }
 
 EXIT_CODES = {
-    0: "ended by a signal, or the command is done",
-    1: "a bug; of chat, bench and check: a failed request, a problem found",
-    2: "options: unknown or wrong ones, or those that exclude each other",
+    0: "stopped by a signal, or the command has finished",
+    1: "a bug; for chat, bench and check: a failed request or a problem",
+    2: "options: unknown, invalid or conflicting",
     3: "the model: missing or damaged files, an unsupported architecture",
     4: "capacity: too little memory or too few GPUs",
     5: "the engine failed at start, or too often",
@@ -51,7 +51,7 @@ NOTES = (
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs and keeps those of several lines as they are."""
+    """Fills paragraphs, but keeps those that contain line breaks as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -60,7 +60,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows only informative defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == []:

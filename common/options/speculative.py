@@ -28,7 +28,7 @@ KEYS = {
 }
 _OTHER_LAYERS = "the MTP layers of DeepSeek-V3 and GLM-4.5 are read, with 'mtp'; those of other models are not"
 _STATES = "linear attention keeps a state from which rejected drafts cannot be removed"
-# What vLLM has beside them -> why not here.
+# Other methods of vLLM -> why they are not supported.
 OTHER_METHODS = {
     "eagle": "heads of EAGLE 1 and 2 are not read; those of EAGLE-3 are, with 'eagle3'",
     "medusa": "Medusa heads are not read; EAGLE-3 heads are, with 'eagle3'",
@@ -42,18 +42,17 @@ OTHER_METHODS = {
     "ngram_gpu": "'ngram' looks prompts up on the CPU, beside the steps of the GPU",
 }
 OTHER_KEYS = {
-    "disable_by_batch_size": "by the measured times of steps, no drafts are verified in batches where they cost more "
-    "than they bring; omit it",
+    "disable_by_batch_size": "drafting stops in batches where measured step times say that it does not pay; omit it",
     "disable_logprobs": "log-probabilities are the same with and without drafts; omit it",
     "quantization": "a draft model is quantised as --quantization says; omit it",
-    "max_model_len": "a draft model takes texts as long as the served model does; omit it",
+    "max_model_len": "a draft model has the context length of the served model; omit it",
     "acceptance_method": "a draft is accepted if it equals the sampled id; omit it",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made, and how long they may get."""
+    """How drafts are made, and their maximum length."""
 
     # "ngram": what followed an earlier occurrence of the text's latest ids; "draft_model": a small model; "eagle3": an
     # EAGLE-3 head, which reads hidden states of the served model; "mtp": the served checkpoint's MTP layer, likewise
@@ -66,7 +65,7 @@ class SpeculativeConfig:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a draft model, head or MTP layer is computed in addition to the served model."""
+        """Whether a draft model, draft head or MTP layer runs in addition to the served model."""
         return self.method != PROMPT_LOOKUP
 
     @property
@@ -76,7 +75,7 @@ class SpeculativeConfig:
 
     @property
     def reads_last_states(self) -> bool:
-        """Whether drafts are made from what the served model's last layer returns."""
+        """Whether drafts are made from the output of the served model's last layer."""
         return self.method == MTP
 
     @property
@@ -120,7 +119,7 @@ def parse_speculative_config(value: object) -> str:
 
 
 def find_mtp_model(text: str) -> str | None:
-    """The model that a configuration for an MTP layer names, which must be the served model; None if it names none.
+    """The model named in a configuration for an MTP layer, which must be the served model; None if there is none.
     text: the result of `parse_speculative_config`."""
     given = json.loads(text)
     return given.get("model") if given["method"] == MTP else None
@@ -136,7 +135,7 @@ def _read_text(text: str) -> object:
 
 
 def _read_method(given: Mapping[str, object]) -> tuple[str | None, Mapping[str, object]]:
-    """The method, and the keys that describe it. vLLM takes the method ngram as the name of a model too."""
+    """Return the method and its keys. Like vLLM, accept "ngram" in place of a model name."""
     method = given.get("method")
     model = given.get("model")
     method = OTHER_NAMES.get(str(method), method)

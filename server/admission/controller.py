@@ -1,7 +1,7 @@
 """Admission control: a bounded queue, measured and shared fairly among API keys.
 
 A request waits until its first token. When the queue is full, the newest request of the key with the most waiting work
-makes room, so that one key cannot fill the queue for all others.
+is dropped, so that one key cannot block all others.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.engines.tracked_request import TrackedRequest
 from serve_llm.server.http.errors import DeadlineExceeded, RequestError, Unavailable
 
-REQUEST_TOKENS = 128  # work of a waiting request besides its prompt tokens: it will be part of every step
+REQUEST_TOKENS = 128  # cost of a waiting request in tokens besides its prompt: it takes part in every step
 MESSAGES = {"not_ready": "the model is not ready", "draining": "the server is shutting down"}
 REFUSAL_REASONS = ("not_ready", "draining", "queue_full", "deadline")
 
 
 @dataclass(eq=False, kw_only=True)
 class AdmissionRequest:
-    """What admission control knows of one HTTP request, from `admit` to `release`."""
+    """Admission state of one HTTP request, from `admit` to `release`."""
 
     tenant: int
     priority: int
@@ -35,14 +35,14 @@ class AdmissionRequest:
     deadline: float | None  # clock time
     fail: Callable[[RequestError], None]  # ends the request with an error
     num_waiting: int  # choices without a token yet
-    num_waiting_tokens: int  # prompt tokens that are not computed yet; each prompt counts once
-    begin_time: float | None = None  # clock time of the first token; None: the request can still make room for others
+    num_waiting_tokens: int  # prompt tokens not computed yet; each prompt counts once
+    begin_time: float | None = None  # clock time of the first token; None: the request can still be dropped for others
     num_restarts: int = 0  # engine restarts before the request was admitted
     label: RequestLabel = field(default_factory=RequestLabel)
     record: OpenRequest | None = None  # set when it is submitted to the engines
 
     def __post_init__(self) -> None:
-        self.work = _work(self.num_waiting, self.num_waiting_tokens)  # all of it, in tokens
+        self.work = _work(self.num_waiting, self.num_waiting_tokens)  # total cost in tokens
 
 
 def _work(num_choices: int, num_prompt_tokens: int) -> int:
@@ -50,13 +50,13 @@ def _work(num_choices: int, num_prompt_tokens: int) -> int:
 
 
 class AdmissionController:
-    """All open requests. To shut down, set `draining`, await `drained()`, then `end_open()` what is left."""
+    """Tracks all open requests. To shut down, set `draining`, await `drained()`, then call `end_open()`."""
 
     def __init__(
         self, replicas: Replicas, max_queue: tuple[int, int], jitter: Callable[[], float] = random.random
     ) -> None:
         """max_queue: limits on waiting requests and prompt tokens. jitter: 0 to 1, spreads Retry-After so that refused
-        clients do not return all at once."""
+        clients do not all return at once."""
         self.max_queue = max_queue
         self.draining = False
         self.num_waiting = 0  # choices without a token yet
@@ -79,12 +79,12 @@ class AdmissionController:
         return len(self._open)
 
     def count_open_before(self, priority: int) -> int:
-        """Open requests that go before those of this priority."""
+        """Count open requests that are served before those of this priority."""
         return sum(request.priority < priority for request in self._open)
 
     @property
     def obstacle(self) -> str | None:
-        """Why no request at all would be served now, one of REFUSAL_REASONS; None if requests are served."""
+        """One of REFUSAL_REASONS if no request can be served now; otherwise None."""
         if self.draining:
             return "draining"
         return None if self._replicas.ready else "not_ready"
@@ -96,7 +96,7 @@ class AdmissionController:
             raise self._refuse(reason, MESSAGES[reason])
 
     def admit(self, request: AdmissionRequest) -> None:
-        """Put a request into the queue; call `release` when it has ended.
+        """Add a request to the queue. The caller must call `release` when the request has ended.
 
         Raises Unavailable when the queue is full or the measured throughput cannot meet the deadline, DeadlineExceeded
         when the deadline has passed.
@@ -113,11 +113,11 @@ class AdmissionController:
         self._is_empty.clear()
 
     def note_submission(self, request: AdmissionRequest, tracked: Sequence[TrackedRequest]) -> None:
-        """tracked: the choices of an admitted request, which were submitted to the engines."""
+        """tracked: the submitted choices of an admitted request."""
         request.record = self.recent.open(request.label, request.tenant, tracked)
 
     def begin(self, request: AdmissionRequest, num_prompt_tokens: int) -> None:
-        """A choice has its first token. num_prompt_tokens: computed for it, 0 if another choice of its prompt began."""
+        """A choice has received its first token. num_prompt_tokens: 0 if another choice of the prompt came first."""
         if request not in self._open:
             return
         self._advance_throughput()
@@ -127,7 +127,7 @@ class AdmissionController:
         self._take_out(request, 1, num_prompt_tokens)
 
     def release(self, request: AdmissionRequest, num_generated: int = 0, *, is_whole: bool = False) -> None:
-        """The request has ended. Idempotent. num_generated: tokens per choice. is_whole: not cut short by anything."""
+        """Report the end of a request. Idempotent. num_generated: tokens per choice. is_whole: it ended by itself."""
         if request not in self._open:
             return
         del self._open[request]
@@ -145,8 +145,8 @@ class AdmissionController:
     def expected_wait(self, request: AdmissionRequest) -> float | None:
         """Seconds to the first token of a request that is not admitted yet; None while throughput is unknown.
 
-        The work that waits before it and its own, at the throughput measured while requests waited. Keys of equal
-        priority are served alike, so another key's work counts up to as much as this key's.
+        Based on the queued work ahead of it, its own work, and the throughput measured while requests waited. Keys of
+        equal priority get equal shares, so another key's work counts at most as much as this key's.
         """
         rate = self._throughput.rate
         if rate is None:
@@ -161,7 +161,7 @@ class AdmissionController:
         return work / rate
 
     def seconds_to_begin(self, request: AdmissionRequest, deadline: float) -> float:
-        """Seconds after which a request without a token can no longer end by the deadline (clock time)."""
+        """Seconds until a request without a token can no longer meet the deadline (clock time)."""
         return max(0.0, deadline - self._clock.read() - self.pace.seconds_for(request.max_tokens))
 
     async def drained(self) -> None:
@@ -178,7 +178,7 @@ class AdmissionController:
             return
         left = request.deadline - self._clock.read()
         if left <= 0:
-            raise DeadlineExceeded("the request's time was over before it could start")
+            raise DeadlineExceeded("the deadline passed before the request could start")
         wait = self.expected_wait(request)
         needed = 0.0 if wait is None else wait + self.pace.seconds_for(request.max_tokens)
         if needed > left:
@@ -186,7 +186,7 @@ class AdmissionController:
             raise self._refuse("deadline", message, needed - left)
 
     def _make_room(self, request: AdmissionRequest) -> None:
-        """End requests of the key with the most waiting work until this one fits.
+        """Drop requests of the key with the most waiting work until this one fits.
 
         Raises Unavailable if that is this request's key, or would be once it is admitted. An empty queue has room for a
         request of any size.
@@ -218,7 +218,7 @@ class AdmissionController:
         return Unavailable(message, retry_after=max(1, math.ceil(seconds * (1 + self._jitter()))))
 
     def _take_out(self, request: AdmissionRequest, num_choices: int, num_prompt_tokens: int) -> None:
-        """This part of an open request no longer waits."""
+        """Remove this part of an open request from the waiting work."""
         request.num_waiting -= num_choices
         request.num_waiting_tokens -= num_prompt_tokens
         self.num_waiting -= num_choices
@@ -229,7 +229,8 @@ class AdmissionController:
             del self._waiting_work[key]
 
     def _advance_throughput(self) -> None:
-        """Call before the queue changes. Skips time in which an engine was replaced: it says nothing about speed."""
+        """Call before the queue changes. Skips time in which an engine was being replaced, because it says nothing
+        about speed."""
         before = self._engine_state
         self._engine_state = (self._replicas.ready, self._replicas.num_restarts)
         is_steady = before == self._engine_state and self._replicas.ready
@@ -241,7 +242,7 @@ SMALL_BYTES = 2**16
 
 
 class BodyBudget:
-    """Limits the bytes of all bodies being read together; the first SMALL_BYTES of each body are free."""
+    """Limits the total size of the bodies being read; the first SMALL_BYTES of each body are free."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -249,7 +250,8 @@ class BodyBudget:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function that reserves bytes and raises Unavailable past the limit. Frees them all at the end."""
+        """Yield a function that reserves bytes and raises Unavailable beyond the limit. Releases all of them on
+        exit."""
         num_taken = 0
 
         def take(num_bytes: int) -> None:

@@ -1,6 +1,6 @@
-"""The open requests and those that ended last, of all clients and front ends, with their times: GET /requests.
+"""Open and recently ended requests of all clients and front ends, with their times, for GET /requests.
 
-It knows how long and how large requests were, never what they said.
+Records durations and sizes, never content.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from serve_llm.common.types import FinishReason
 from serve_llm.server.engines.tracked_request import TrackedRequest
 from serve_llm.server.metrics.meter import Clock
 
-MAX_REQUESTS = 100  # ended ones that are kept; of open ones, at most so many are listed
+MAX_REQUESTS = 100  # limit on ended requests that are kept, and on open requests that are listed
 
 
 class RequestLabel(msgspec.Struct, frozen=True, array_like=True):
-    """By what an HTTP request is known."""
+    """Identifies an HTTP request."""
 
     id: str = ""  # X-Request-Id
     route: str = ""
@@ -32,15 +32,15 @@ class RequestRecord(NamedTuple):
     label: RequestLabel
     adapter: str | None
     tenant: int
-    engines: tuple[int, ...]  # indices of those that compute it, or did so last
+    engines: tuple[int, ...]  # indices of the engines that compute it, or computed it last
     time: float  # Unix seconds of its admission
     num_choices: int  # for all its prompts together
     prompt_tokens: int  # each prompt counts once
     generated_tokens: int  # received from the engines
-    queued: float  # until an engine begins with it; all the time until the first token if there is none yet
-    prefill: float | None  # from then until the first token
-    decode: float | None  # from then until the last token
-    outcome: FinishReason | None  # None: it is open
+    queued: float  # until an engine starts it
+    prefill: float | None  # from there to the first token
+    decode: float | None  # from there to the last token
+    outcome: FinishReason | None  # None while it is open
     num_replays: int
 
 
@@ -56,17 +56,17 @@ class OpenRequest:
         self._submitted = now
 
     def describe(self, now: float) -> RequestRecord:
-        """The record of a request that is open at this clock time."""
+        """Build the record of a request that is open at this clock time."""
         return self._describe(now, None)
 
     def describe_end(self, now: float, *, is_whole: bool) -> RequestRecord:
-        """now: clock time at which it was left. is_whole: not cut short by anything."""
+        """now: clock time at which it was left. is_whole: it ended by itself."""
         reasons = {tracked.finish_reason for tracked in self._tracked}
         if FinishReason.ERROR in reasons:
             outcome = FinishReason.ERROR
         elif not is_whole:
             outcome = FinishReason.ABORT
-        else:  # stop strings and repetitions are found outside of the engines, so their reason is missing here
+        else:  # stop strings and repetitions are found outside the engines, so their reason is missing here
             outcome = FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
         ends = [tracked.finished_at for tracked in self._tracked if tracked.finished_at is not None]
         return self._describe(max(ends) if len(ends) == len(self._tracked) else now, outcome)
@@ -112,7 +112,7 @@ class RecentRequests:
         return len(self._open)
 
     def open(self, label: RequestLabel, tenant: int, tracked: Sequence[TrackedRequest]) -> OpenRequest:
-        """Note a request that was submitted to the engines. `close` ends it."""
+        """Record a request that was submitted to the engines; `close` ends it."""
         request = OpenRequest(label, tenant, tracked, self._clock.read())
         self._open[request] = None
         return request
@@ -124,7 +124,7 @@ class RecentRequests:
             self._ended.append(request.describe_end(self._clock.read(), is_whole=is_whole))
 
     def list_records(self) -> list[RequestRecord]:
-        """The oldest open requests and the newest ended ones, in order of their admission, the newest first."""
+        """The oldest open and the newest ended requests, ordered by admission, newest first."""
         now = self._clock.read()
         oldest = [request.describe(now) for request, _ in zip(self._open, range(MAX_REQUESTS), strict=False)]
         return sorted([*self._ended, *oldest], key=lambda record: record.time, reverse=True)

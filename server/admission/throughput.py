@@ -8,20 +8,20 @@ import msgspec
 
 MEMORY_SECONDS = 15.0  # time constant of the decay, in busy time
 DECAY_PER_REQUEST = 0.95
-ENOUGH_SECONDS = 1.0  # busy time before there is a rate
+ENOUGH_SECONDS = 1.0  # busy time needed before a rate is reported
 
 
 class Pace(msgspec.Struct):
     """How long recent requests took after their first token, and how many tokens they had."""
 
-    num_whole: float = 0.0  # requests that were not cut short
+    num_whole: float = 0.0  # requests that ended by themselves
     whole_tokens: float = 0.0  # tokens of those
     tokens: float = 0.0  # tokens of all requests
-    seconds: float = 0.0  # that all requests took after their first token
+    seconds: float = 0.0  # time of all requests after their first token
     error: float = 0.0  # mean absolute error of seconds per request
 
     def count(self, num_tokens: int, seconds: float, *, is_whole: bool) -> None:
-        """Count an ended request. is_whole: it was not cut short, so num_tokens is its natural length."""
+        """Count an ended request. is_whole: it ended by itself, so num_tokens is its natural length."""
         if self.tokens:
             expected = num_tokens * self.seconds / self.tokens
             self.error = DECAY_PER_REQUEST * self.error + (1 - DECAY_PER_REQUEST) * abs(seconds - expected)
@@ -32,9 +32,9 @@ class Pace(msgspec.Struct):
             self.whole_tokens = DECAY_PER_REQUEST * self.whole_tokens + num_tokens
 
     def seconds_for(self, max_tokens: int) -> float:
-        """Estimate of the seconds from first to last token, plus twice the usual error; 0 while nothing is known.
+        """Estimate the seconds from first to last token, plus twice the mean error; 0 without data.
 
-        Expects the usual length if that is less than max_tokens.
+        Assumes the mean length if that is less than max_tokens.
         """
         if not self.tokens:
             return 0.0
@@ -51,7 +51,7 @@ class Throughput:
         self._now: float | None = None  # time given to the last `advance`
 
     def advance(self, now: float, *, is_busy: bool) -> None:
-        """is_busy: something waited since the last call. Idle time says nothing about speed and is skipped."""
+        """is_busy: work was waiting since the last call. Idle time is skipped, because it says nothing about speed."""
         if is_busy and self._now is not None and now > self._now:
             decay = math.exp((self._now - now) / MEMORY_SECONDS)
             self._busy_seconds = self._busy_seconds * decay + (now - self._now)

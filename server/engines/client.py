@@ -41,7 +41,7 @@ class EngineClient:
         self.meter = meter
         self.stats = Stats()
         self.failure: ServeError | None = None
-        self.responds = True  # whether the heartbeat advances; set by EngineProcess
+        self.responds = True  # the heartbeat is advancing; set by EngineProcess
 
     @property
     def ready(self) -> bool:
@@ -50,7 +50,7 @@ class EngineClient:
 
     @property
     def facts(self) -> ModelInfo:
-        """Facts about the served model. Raises EngineError while the engine is starting."""
+        """The served model's facts. Raises EngineError while the engine is starting."""
         if self._facts is None:
             raise EngineError("the engine is still starting")
         return self._facts
@@ -64,7 +64,8 @@ class EngineClient:
         replaces: bool = False,
         meeting: str | None = None,
     ) -> None:
-        """Send the options to a connected engine and wait until it is ready. Raises the ServeError it failed with.
+        """Send the options to a connected engine and wait until it is ready. Raises the engine's ServeError if it
+        fails.
 
         directory: the local checkpoint. engine: index among the data-parallel engines. replaces: engines have served
         before. meeting: directory where engines that step together find each other.
@@ -78,7 +79,7 @@ class EngineClient:
         self._facts = message.facts
 
     async def run(self) -> None:
-        """Deliver outputs until cancelled. Raises the ServeError that the engine reports when it fails."""
+        """Deliver outputs until cancelled. Raises the engine's ServeError if it fails."""
         while True:
             message = messages.decode_from_engine(await self._socket.recv())
             if isinstance(message, messages.StepOutputs):
@@ -106,7 +107,7 @@ class EngineClient:
         self._send(messages.Submit(requests))
 
     def abort(self, ids: Sequence[int]) -> None:
-        """End requests; their sinks are not called again. Ignores ids that have ended already."""
+        """Abort requests; their sinks are not called again. Ignores ids that have already ended."""
         open_ids = [request_id for request_id in ids if self._sinks.pop(request_id, None) is not None]
         if open_ids and self.failure is None:
             self._send(messages.Abort(open_ids))
@@ -116,7 +117,7 @@ class EngineClient:
         self._send(messages.Shutdown())
 
     def fail(self, error: ServeError) -> None:
-        """The engine is gone: call no sink again and take no requests. Keeps the first error."""
+        """Mark the engine as gone: call no sink again and accept no requests. Keeps the first error."""
         if self.failure is None:
             self.failure = error
         self._sinks = {}
@@ -132,12 +133,13 @@ class EngineClient:
 
 
 def _ray_cluster() -> messages.RayCluster | None:
-    """The Ray cluster of this process, such as an actor of Ray Serve or Ray Data. None if Ray is not imported here."""
+    """Find the Ray cluster that this process, such as a Ray Serve or Ray Data actor, belongs to. None if Ray is not
+    imported."""
     ray = sys.modules.get("ray")
     if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
         return None  # the calls below would start a cluster
     address = getattr(ray.get_runtime_context(), "gcs_address", None)
     if address is None:
-        return None  # connected by Ray client from a host outside the cluster
+        return None  # connected through the Ray client from outside the cluster
     group = ray.util.get_current_placement_group()
     return messages.RayCluster(address, group.id.hex() if group is not None else None)

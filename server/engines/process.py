@@ -22,16 +22,17 @@ from serve_llm.server.metrics.meter import Meter
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 5.0  # time for an engine to exit when asked, before it is killed
+STOP_SECONDS = 5.0  # time for an engine to exit when asked to, before it is killed
 POLL_SECONDS = 0.5  # between two reads of an engine's heartbeat
-# Consecutive polls without a new beat. Polls, not seconds: when the whole machine was suspended, nothing hung.
+# Consecutive polls without a new beat. Counted in polls, not seconds, because after a suspend of the whole machine
+# nothing hangs.
 UNRESPONSIVE_POLLS = 6  # the engine is not ready
 HUNG_POLLS = 20  # the engine is killed
 HUNG_STARTING_POLLS = 240  # loading a library from a slow disk blocks all threads of a process
 # Default of --step-timeout: a first step may take minutes. `engine.distributed.step_channels` uses the same value.
 STEP_SECONDS = 300.0
 STEP_FACTOR = 20  # a step may take this many times the longest one so far, if that is more
-STEP_GRACE_SECONDS = 5.0  # for an engine with several ranks to report itself which rank is silent
+STEP_GRACE_SECONDS = 5.0  # time for an engine with several ranks to report which rank is silent
 
 
 class EngineDeath(NamedTuple):
@@ -42,12 +43,13 @@ class EngineDeath(NamedTuple):
 def launch(address: str) -> subprocess.Popen[bytes]:
     """Start an engine process on this host that connects to `address`."""
     command = [sys.executable, "-P", "-m", "serve_llm.engine", "--connect", address]
-    # Parent-death pipe: it closes when this process ends, however it ends, and the engine then exits.
+    # Parent-death pipe: it closes when this process ends for any reason, and the engine then exits.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_engine_environ())
 
 
 def _engine_environ() -> dict[str, str]:
-    """An engine's environment: without the OMP_NUM_THREADS=1 that Ray sets in its workers, unless a user set it."""
+    """Build an engine's environment: omit the OMP_NUM_THREADS=1 that Ray sets in its workers, unless the user set
+    it."""
     environ = dict(os.environ)
     initial = Path("/proc/self/environ").read_bytes().split(b"\0")
     if "ray" in sys.modules and not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in initial):
@@ -69,9 +71,9 @@ class EngineProcess:
         replaces: bool = False,
         meeting: str | None = None,
     ) -> None:
-        """directory: the local checkpoint. index: among the data-parallel engines. replaces: whether engines have
-        served before, so that this one starts alone. meeting: the meeting directory of the first engine of an
-        expert-parallel group; None for the first one itself."""
+        """directory: the local checkpoint. index: among the data-parallel engines. replaces: engines have served
+        before, so this one starts alone. meeting: the meeting directory of the first engine of an expert-parallel
+        group; None for the first one itself."""
         self._options = options
         self._directory = directory
         self._index = index
@@ -81,7 +83,7 @@ class EngineProcess:
         self._process = launch(self.client.address)
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
-        # Not in a thread pool: the interpreter joins pools at exit, so an engine that was not stopped would block it.
+        # Not in a thread pool: the interpreter joins pools at exit, so a running engine would block the exit.
         threading.Thread(target=self._wait_for_exit, args=(loop,), daemon=True).start()
         self._running: asyncio.Future[None] | None = None  # EngineClient.run
 
@@ -100,7 +102,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def start(self) -> None:
-        """Wait until the engine is ready. Raises the ServeError that it failed with, or EngineDead."""
+        """Wait until the engine is ready. Raises EngineDead, or the engine's ServeError if it failed."""
         starting = asyncio.ensure_future(
             self.client.start(
                 self._options, self._directory, self._index, replaces=self._replaces, meeting=self.meeting
@@ -112,7 +114,7 @@ class EngineProcess:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 raise watching.result().error
-            if not starting.done():  # the process exited; its last message may still arrive
+            if not starting.done():  # the process has exited, but its last message may still arrive
                 await asyncio.wait([starting], timeout=self._last_message_seconds())
         finally:
             has_answered = starting.done()
@@ -128,7 +130,7 @@ class EngineProcess:
         self._running = asyncio.ensure_future(self.client.run())
 
     async def watch(self) -> EngineDeath:
-        """Returns when the engine has died, or hung and was killed. Its client delivers nothing after that."""
+        """Return once the engine has died, or was killed because it hung. Its client delivers nothing after that."""
         assert self._running is not None, "start() comes first"
         watches = [asyncio.ensure_future(self._watch_heartbeat(HUNG_POLLS)), asyncio.ensure_future(self._watch_steps())]
         awaited: list[asyncio.Future[Any]] = [*watches, self._running, self._ended]
@@ -147,7 +149,7 @@ class EngineProcess:
         return death
 
     async def _watch_heartbeat(self, limit: int) -> EngineDeath:
-        """Returns after `limit` consecutive polls without a new beat."""
+        """Return after `limit` consecutive polls without a new beat."""
         last = -1
         num_silent = 0
         while num_silent < limit:
@@ -157,16 +159,16 @@ class EngineProcess:
             last = beats
             self.client.responds = num_silent < UNRESPONSIVE_POLLS
         seconds = limit * POLL_SECONDS
-        text = f"the engine process {self._process.pid} hangs: no sign of life for {seconds:.0f} s"
+        text = f"the engine process {self._process.pid} hangs: no heartbeat for {seconds:.0f} s"
         return EngineDeath(self._add_index(EngineDead(text)), "hung")
 
     async def _watch_steps(self) -> EngineDeath:
-        """Returns when a step exceeds the step timeout."""
+        """Return when a step exceeds the step timeout."""
         timeout = self._options.step_timeout
         num_ranks = self._options.tensor_parallel_size * self._options.pipeline_parallel_size
         grace = STEP_GRACE_SECONDS if num_ranks > 1 else 0.0
         step_start = 0.0
-        seconds = 0.0  # that the step of `step_start` has taken so far
+        seconds = 0.0  # time that the current step has taken so far
         limit = math.inf
         while seconds <= limit + grace:
             await asyncio.sleep(POLL_SECONDS)
@@ -178,12 +180,12 @@ class EngineProcess:
         return EngineDeath(self._add_index(EngineDead(text)), "step_timeout")
 
     def _last_message_seconds(self) -> float:
-        """Time for the last message of an engine that exited to arrive. One killed by a signal had no time to send."""
+        """Wait for the last message of an engine that exited. An engine killed by a signal had no time to send one."""
         code = self._process.returncode
         return 0.5 if code is None or code >= 0 else 0.05
 
     def _find_reported_failure(self) -> EngineDeath | None:
-        """The failure that the engine reported, or that its messages caused here; None if there is none."""
+        """The failure that the engine reported or that its messages caused here, if any."""
         assert self._running is not None
         error = self._running.exception() if self._running.done() else None
         if error is None:
@@ -201,11 +203,12 @@ class EngineProcess:
         return EngineDeath(self._add_index(error), "exited" if exited else "killed")
 
     def _add_index(self, error: ServeError) -> ServeError:
-        """Name the engine in the message if there are several."""
+        """Add the engine's index to the message if there are several."""
         return type(error)(f"engine {self._index}: {error}") if self._options.max_engines > 1 else error
 
     async def stop(self, patience: float = STOP_SECONDS) -> None:
-        """Ask the process to exit and kill it after `patience` seconds; at once if it is still starting. Idempotent."""
+        """Ask the process to exit and kill it after `patience` seconds, or immediately if it is still starting.
+        Idempotent."""
         if not self._ended.done() and self.client.ready:
             self.client.shut_down()
             await asyncio.wait([self._ended], timeout=patience)

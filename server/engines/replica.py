@@ -32,25 +32,25 @@ class EngineHandle(Protocol):
 
 
 class Replica:
-    """One of the engines: its current process, and the counters of all its processes so far."""
+    """One engine: its current process, and the counters of all its processes so far."""
 
     def __init__(self, meter: Meter, engine: EngineHandle | None = None) -> None:
         """meter: counts for all processes of the engine, one after the other. engine: None: it is not started yet."""
         self.meter = meter
-        self.engine = engine  # None: the number of engines is smaller now
-        self.is_lost = engine is None  # there is no process, or it is gone and not replaced yet
-        self.is_draining = False  # takes no more requests, because it is about to be stopped
+        self.engine = engine  # None: removed by scaling down
+        self.is_lost = engine is None  # there is no process, or it is gone and has not been replaced yet
+        self.is_draining = False  # accepts no more requests, because it is about to be stopped
         self.has_served = engine is not None
         self._past = Stats()  # counters of the previous processes
 
     @property
     def is_active(self) -> bool:
-        """Whether it is one of the present number of engines. A dead engine is, because it is replaced."""
+        """Whether it counts as an engine. A dead engine does, because it will be replaced."""
         return self.engine is not None
 
     @property
     def accepts(self) -> bool:
-        """Whether requests may be placed there. The engine may be silent for a moment, see `ready`."""
+        """Whether requests may be placed on it. The engine may be briefly unresponsive, see `ready`."""
         return not self.is_lost and not self.is_draining
 
     @property
@@ -98,14 +98,14 @@ class Replica:
         self.is_lost = True
 
     def replace(self, engine: EngineHandle) -> None:
-        """Use another process from now on."""
+        """Switch to another process."""
         self.engine = engine
         self.is_lost = False
         self.is_draining = False
         self.has_served = True
 
     def retire(self) -> None:
-        """Mark the engine as stopped for good: it will not be replaced."""
+        """Mark the engine as permanently stopped: it will not be replaced."""
         if not self.is_lost:
             self.mark_lost()
         self.engine = None

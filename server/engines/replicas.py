@@ -1,8 +1,8 @@
 """Data-parallel replicas: several engines with the same model behind one interface. A single engine is one replica.
 
-Every request runs on one engine, which `router` chooses, and stays there while that engine lives. When an engine dies,
-its requests continue on the others, or wait for its replacement; `quarantine` finds requests that kill engines.
-Processes are `server.engines.supervisor`'s task.
+Every request runs on one engine, chosen by `router`, until that engine dies. Its requests then continue on the others
+or wait for its replacement; `quarantine` finds requests that crash engines. `server.engines.supervisor` manages the
+processes.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Replicas:
 
     @property
     def outage(self) -> str | None:
-        """Why every engine is gone; None while one is there."""
+        """Why all engines are gone; None while any is left."""
         return self.first_cause if all(replica.is_lost for replica in self.engines) else None
 
     @property
     def facts(self) -> ModelInfo:
-        """Facts that hold for every engine: those of the one with the smallest KV cache."""
+        """The facts that hold for every engine: those of the engine with the smallest KV cache."""
         return min((replica.facts for replica in self.active), key=lambda facts: facts.num_kv_blocks)
 
     @property
@@ -76,9 +76,9 @@ class Replicas:
         return next(self._ids)
 
     def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> list[TrackedRequest]:
-        """Open requests; all choices of a prompt go to one engine. They wait while every engine is being replaced.
+        """Submit requests; all choices of a prompt go to one engine. They wait while all engines are being replaced.
 
-        Raises EngineDead if no engine will be replaced any more.
+        Raises EngineDead if no engine will be replaced.
         """
         if self._failure is not None:
             raise EngineDead(str(self._failure))
@@ -89,7 +89,7 @@ class Replicas:
         return tracked
 
     def abort(self, ids: Sequence[int]) -> None:
-        """End requests; their sinks are not called again. Ignores ids that have ended already."""
+        """Abort requests; their sinks are not called again. Ignores ids that have already ended."""
         aborted = [tracked for request_id in ids if (tracked := self._open.pop(request_id, None)) is not None]
         self._withdraw(aborted)
         for tracked in aborted:
@@ -97,10 +97,10 @@ class Replicas:
             self._end_isolation(tracked)
 
     def drop_lost(self, lost: Mapping[int, Collection[int]], cause: ServeError) -> bool:
-        """Engines are gone: continue their requests elsewhere.
+        """Continue the requests of dead engines elsewhere.
 
         lost: engine index -> engine request ids of the step in which it died; empty if that step is not to blame.
-        Returns whether the request that killed the engine was found, and ended.
+        Returns whether the request that killed the engine was found and ended.
         """
         for index in lost:
             self.engines[index].mark_lost()
@@ -117,12 +117,12 @@ class Replicas:
             del self._open[culprit.id]
             for tracked in self._open.values():
                 self._quarantine.clear(tracked)
-            culprit.fail(f"this request has ended the engine {culprit.num_deaths} times, alone at the last: {cause}")
+            culprit.fail(f"this request crashed the engine {culprit.num_deaths} times, the last time alone: {cause}")
         self._place_waiting()
         return culprit is not None
 
     def join(self, engines: Mapping[int, EngineHandle]) -> None:
-        """Replacements of lost engines, or engines that are added, are ready. engines: by index."""
+        """Start to use replacements of lost engines, or added engines, that are ready. engines: by index."""
         for index, engine in engines.items():
             replica = self.engines[index]
             replica.replace(engine)
@@ -144,11 +144,11 @@ class Replicas:
         self.engines[index].is_draining = True
 
     def count_open(self, index: int) -> int:
-        """Requests that have not ended on an engine."""
+        """Count the requests on an engine that have not ended."""
         return sum(tracked.is_placed and tracked.engine == index for tracked in self._open.values())
 
     def retire(self, index: int) -> None:
-        """An engine is about to be stopped and not replaced: continue its requests elsewhere."""
+        """Continue the requests of an engine elsewhere, because it is about to be removed."""
         moved = [tracked for tracked in self._open.values() if tracked.is_placed and tracked.engine == index]
         self._withdraw(moved)
         self.engines[index].retire()
@@ -163,7 +163,7 @@ class Replicas:
         self._place_waiting()
 
     def give_up(self, cause: ServeError) -> None:
-        """No engine will be replaced any more: end every open request with the cause and take no new ones."""
+        """End every open request with the cause and accept no new ones, because no engine will be replaced."""
         self._failure = cause
         open_requests = self._open
         self._open = {}
@@ -199,7 +199,7 @@ class Replicas:
         return facts.num_kv_blocks + facts.num_offload_blocks if caches else 0
 
     def _place_waiting(self) -> None:
-        """Submit what waits: one suspect to an idle engine, and all requests that are not suspects."""
+        """Submit waiting requests: one suspect to an idle engine, and all that are not suspects."""
         waiting = [tracked for tracked in self._open.values() if not tracked.is_placed]
         suspect = self._quarantine.choose_suspect(waiting)
         if suspect is not None:
@@ -223,7 +223,7 @@ class Replicas:
         if self._router is None:
             self._submit(0, requests)
             return
-        # An engine without a heartbeat may recover within a moment: use it if there is no other.
+        # An engine without a heartbeat may recover soon: use it only if there is no other.
         candidates = [index for index in present if self.engines[index].ready] or present
         by_engine: list[list[TrackedRequest]] = [[] for _ in self.engines]
         # Choices of a prompt share one list of ids.
@@ -260,10 +260,10 @@ class Replicas:
                 replica.engine.abort(ids)
 
     def _end_isolation(self, tracked: TrackedRequest) -> None:
-        """If this request ran alone, let the next suspect run, or else all others."""
+        """If this request ran alone, start the next suspect, or else all other requests."""
         if not self._quarantine.release(tracked):
             return
         if tracked.id in self._open and any(map(self._quarantine.is_suspect, self._open.values())):
-            self._withdraw([tracked])  # the next suspect needs the engine for itself
+            self._withdraw([tracked])  # the next suspect needs an engine to itself
             tracked.take_back(self.next_id())
         self._place_waiting()

@@ -36,7 +36,7 @@ class RestartPolicy:
         self._num_finished = -1
 
     def record_death(self, error: ServeError, now: float, num_finished: int) -> float:
-        """Returns the seconds to wait before the engine is started again.
+        """Return the seconds to wait before the engine is started again.
 
         An engine that finishes requests is restarted at once; otherwise pauses double. Missing memory or devices, as
         after the loss of a host, do not count as deaths: they may come back. A lost host counts once, however many
@@ -53,7 +53,7 @@ class RestartPolicy:
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._num_idle_deaths - 1, 16))
 
     def drop_last_deaths(self, number: int) -> None:
-        """Drop the last deaths from the budget: the request that caused them was found and ended."""
+        """Remove the last deaths from the budget, because the request that caused them was found and ended."""
         for _ in range(min(number, len(self._deaths))):
             self._deaths.pop()
 
@@ -69,7 +69,7 @@ class RestartPolicy:
             raise self._summary()
 
     def _summary(self) -> ServeError:
-        """The first cause with a count of the others. Keeps its class, which determines the exit code."""
+        """Add the number of other deaths to the first cause. Keeps its class, which determines the exit code."""
         first = self._deaths[0][1]
         last = self._deaths[-1][1]
         if len(self._deaths) == 1:

@@ -1,7 +1,7 @@
 """Chooses the data-parallel engine for a prompt by cached prefix and load.
 
-Bookkeeping of what was sent where; reads no clock and asks no engine. Load and cached prefixes are both counted in
-tokens to compute, so that a long prefix is worth waiting for and a short one is not
+Works only from the requests it has placed: it reads no clock and queries no engine. Load and cached prefixes are both
+counted in tokens to compute, so that a long prefix is worth waiting for and a short one is not
 (docs/decisions/0008-routing-by-prefix.md).
 """
 
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from serve_llm.common import prefix_hash
 
-REQUEST_TOKENS = 128  # load of an open request besides its prompt: it is part of every step until it ends
+REQUEST_TOKENS = 128  # load of an open request besides its prompt, because it takes part in every step until it ends
 # An engine is overloaded with more than OVERLOAD_FACTOR * fewest + OVERLOAD_SLACK open requests, where `fewest` is the
-# number on the engine with the fewest; it gets no more.
+# number on the engine with the fewest; such an engine gets no more.
 OVERLOAD_FACTOR = 2
 OVERLOAD_SLACK = 16
 
 
 @dataclass
 class EngineLoad:
-    """Work that an engine has left."""
+    """Remaining work of an engine."""
 
     num_open: int = 0  # requests that have not ended
     waiting_tokens: int = 0  # uncached prompt tokens of requests without output so far
@@ -79,14 +79,14 @@ class Router:
         return engine
 
     def mark_computed(self, request_id: int) -> None:
-        """The request's first output has arrived: its prompt is computed."""
+        """Record that the request's prompt is computed, because its first output has arrived."""
         if request_id in self._open:
             engine, waiting = self._open[request_id]
             self.loads[engine].waiting_tokens -= waiting
             self._open[request_id] = (engine, 0)
 
     def release(self, request_id: int) -> int | None:
-        """The request is no longer open. Returns its engine; None if it was not open."""
+        """Forget a request that is no longer open. Returns its engine; None if it was not open."""
         engine, waiting = self._open.pop(request_id, (None, 0))
         if engine is not None:
             self.loads[engine].num_open -= 1
@@ -94,13 +94,13 @@ class Router:
         return engine
 
     def forget(self, engine: int) -> None:
-        """The engine is gone, with its cache and its open requests."""
+        """Forget the cache and the open requests of a lost engine."""
         self._sent[engine].clear()
         self._open = {request_id: entry for request_id, entry in self._open.items() if entry[0] != engine}
         self.loads[engine] = EngineLoad()
 
     def resize(self, engine: int, capacity: int) -> None:
-        """The engine's replacement can cache this many blocks."""
+        """Add the replacement of an engine, which can cache this many blocks."""
         self._capacities[engine] = capacity
 
     def _keys(self, prompt_ids: Sequence[int], salt: str, adapter: str = "") -> list[bytes]:
@@ -110,7 +110,7 @@ class Router:
         return prefix_hash.extend(prefix_hash.root(salt, adapter=adapter), prompt_ids[: num_blocks * size], size)
 
     def _num_cached(self, engine: int, keys: Sequence[bytes]) -> int:
-        """Prompt tokens that the engine has cached, or will have, judging by what was sent to it."""
+        """Count the prompt tokens that the engine has cached, or will have, judging by the requests sent to it."""
         sent = self._sent[engine]
         num_blocks = next((index for index, key in enumerate(keys) if key not in sent), len(keys))
         return num_blocks * self._block_size

@@ -37,7 +37,7 @@ class Scaler:
 
     @property
     def num_engines(self) -> int:
-        """With those that are being added or drained."""
+        """The number of engines, including those being added or drained."""
         return self._supervisor.num_engines
 
     @property
@@ -45,10 +45,10 @@ class Scaler:
         return self._task is not None and not self._task.done()
 
     def scale(self, target: int, drain_seconds: float) -> None:
-        """Begin to add or remove engines. An engine that is removed finishes its requests; what is open there after
-        `drain_seconds` continues on the others.
+        """Begin to add or remove engines. A removed engine finishes its requests; those still open after
+        `drain_seconds` continue on the others.
 
-        Raises InvalidRequest for a number outside the bounds, Conflict while a change is under way.
+        Raises InvalidRequest for a number outside the bounds, Conflict while a change is in progress.
         """
         if not self.fewest <= target <= self.most:
             raise InvalidRequest(
@@ -59,13 +59,13 @@ class Scaler:
         if self.is_under_way:
             if target == self.target:
                 return
-            raise Conflict(f"a change to {self.target} engines is under way; GET /status says when it has ended")
+            raise Conflict(f"a change to {self.target} engines is in progress; GET /status shows when it has ended")
         self.target = target
         self.error = None
         self._task = asyncio.create_task(self._run(drain_seconds))
 
     async def stop(self) -> None:
-        """End a change that is under way. Idempotent."""
+        """Cancel a change that is in progress. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -80,7 +80,7 @@ class Scaler:
                 await supervisor.remove_engine(drain_seconds)
         except ServeError as error:
             self.error = str(error)
-            logger.error("%s; no engine is added, and %d go on", error, supervisor.num_engines)
+            logger.error("%s; no engine was added, and %d keep running", error, supervisor.num_engines)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
             logger.exception("scaling failed")

@@ -1,6 +1,6 @@
-"""Starts the engine processes and replaces those that die or hang. Used by the daemon and the offline `LLM`.
+"""Starts the engine processes, and replaces any that die or hang. Used by the daemon and the offline `LLM`.
 
-Open requests survive: `replicas` holds them and submits them again, with what was received.
+Open requests survive: `replicas` keeps them and resubmits them with the ids received so far.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from serve_llm.server.metrics.stats_log import StatsLogger
 
 logger = logging.getLogger(__name__)
 
-DRAIN_POLL_SECONDS = 0.1  # between two looks at the requests of an engine that drains
-# Time for the first cause to arrive after its consequence, the loss of a peer: another host may have been lost.
+DRAIN_POLL_SECONDS = 0.1  # between two checks of a draining engine
+# After the loss of a peer, wait this long for its cause, such as the loss of another host.
 SETTLE_SECONDS = LOST_SECONDS + 4 * BEAT_SECONDS
 
 
@@ -68,7 +68,7 @@ class Supervisor:
         self._logging = asyncio.create_task(StatsLogger(self._replicas.engines).run())
 
     async def watch(self) -> ServeError:
-        """Returns the first cause when engines have died too often. Every open request has ended with it by then."""
+        """Return the first cause once engines have died too often. By then, every open request has ended with it."""
         return await asyncio.shield(self._given_up)
 
     async def stop(self, patience: float = STOP_SECONDS) -> None:
@@ -85,12 +85,12 @@ class Supervisor:
 
     @property
     def num_engines(self) -> int:
-        """Engines at present, with those that are being added or drained."""
+        """The number of engines, including those being added or drained."""
         return len(self._engines)
 
     async def add_engines(self, count: int) -> None:
-        """Start engines beside those that serve, until there are `count`. Raises the ServeError of the first failure;
-        then none is added."""
+        """Start further engines until there are `count`. Raises the ServeError of the first failure; in this case none
+        is added."""
         added = range(self.num_engines, count)
         try:
             self._launch(added, replaces=True)
@@ -104,7 +104,7 @@ class Supervisor:
             self._start_keeping(range(index, index + 1))
 
     async def remove_engine(self, seconds: float) -> None:
-        """Drain the last engine and stop it. What is open there after `seconds` continues on the others."""
+        """Drain the last engine and stop it. Requests still open after `seconds` continue on the others."""
         index = self.num_engines - 1
         self.replicas.drain(index)
         keeping = self._keeping.pop(range(index, index + 1))
@@ -119,7 +119,7 @@ class Supervisor:
         del self._engines[index]
 
     async def _drain(self, index: int, engine: EngineProcess, seconds: float) -> None:
-        """Returns when the engine has no requests, or has died, or the time is over."""
+        """Return when the engine has no requests left, has died, or the time is up."""
         watching = asyncio.ensure_future(engine.watch())
         deadline = self._clock.read() + seconds
         try:
@@ -129,7 +129,7 @@ class Supervisor:
             watching.cancel()
         if watching.done() and not watching.cancelled():
             error = watching.result().error
-            logger.error("%s; it is not replaced, because it was about to be removed", error)
+            logger.error("%s; it will not be replaced, because it was being removed", error)
             self.replicas.drop_lost({index: engine.client.heartbeat.read_running_ids()}, error)
 
     # Replacement
@@ -167,7 +167,8 @@ class Supervisor:
                 future.cancel()
 
     async def _keep(self, group: range) -> ServeError:
-        """Replace the group whenever one of its engines dies. Returns the first cause when that happened too often."""
+        """Replace the group whenever one of its engines dies. Returns the first cause once that has happened too
+        often."""
         while True:
             index, death = await self._first_death(group)
             began = self._clock.read()
@@ -190,7 +191,8 @@ class Supervisor:
             self.replicas.join({other: self._engines[other].client for other in group})
 
     async def _first_death(self, group: range) -> tuple[int, EngineDeath]:
-        """Wait for an engine of the group to die. Returns its index; of several, that of the first cause."""
+        """Wait for an engine of the group to die and return its index. If several die, return that of the first
+        cause."""
         watches = {asyncio.ensure_future(self._engines[index].watch()): index for index in group}
         deaths: list[tuple[int, EngineDeath]] = []
         waiting = set(watches)
@@ -210,7 +212,7 @@ class Supervisor:
         return min(deaths, key=lambda death: isinstance(death[1].error, PeerLost))
 
     async def _replace(self, group: range, index: int, death: EngineDeath) -> None:
-        """Start new processes for the group. Raises the first cause when that would exceed --max-restarts.
+        """Start new processes for the group. Raises the first cause if this would exceed --max-restarts.
 
         index: the engine that died first.
         """
@@ -221,7 +223,7 @@ class Supervisor:
                 reason = death.reason if other == index else "peer"
                 self._meters[other].restarts[reason] += 1
                 replicas.restarts.append(RestartRecord(other, reason, str(death.error)))
-                # Peers wait for the dead engine and cannot exit when asked: make `stop` kill them at once.
+                # Peers wait for the dead engine and cannot exit when asked to, so let `stop` kill them immediately.
                 self._engines[other].client.fail(death.error)
             replicas.num_restarts += len(group)
             replicas.first_cause = str(death.error)

@@ -1,4 +1,4 @@
-"""The server's record of one open request: what is needed to continue it on another engine process.
+"""The server's record of one open request, from which it can be continued on another engine process.
 
 Sits between the engine client and the sink that turns ids into text.
 """
@@ -19,29 +19,29 @@ class RequestObserver(Protocol):
     """`server.engines.replicas.Replicas`, as its requests see it."""
 
     def on_prompt_computed(self, tracked: TrackedRequest) -> None:
-        """The engine has delivered the request's first output since it was placed there."""
+        """Called with the request's first output since it was placed on the engine."""
 
     def on_finish(self, tracked: TrackedRequest) -> None:
-        """The final output has arrived and is about to be delivered."""
+        """Called before the final output is delivered."""
 
     def on_cleared(self, tracked: TrackedRequest) -> None:
-        """The request has made progress since the last engine death (`server.engines.quarantine`)."""
+        """Called when the request has made progress since the last engine death (`server.engines.quarantine`)."""
 
 
 @dataclass
 class Replay:
-    """One continuation of a request on another engine process, after its own was lost."""
+    """One continuation of a request on another engine process, after the loss of its own."""
 
     lost_at: float  # clock time; the same for all requests that one death interrupted
-    cause: str  # why the engine is gone
-    num_tokens: int  # prompt and output tokens that are computed again
+    cause: str  # why the engine was lost
+    num_tokens: int  # prompt and output tokens to recompute
     engine: int  # index of the engine that was lost
-    ended_at: float | None = None  # clock time of the next output, or of the next loss before it; None until then
+    ended_at: float | None = None  # clock time of the next output or the next loss; None until then
     next_engine: int | None = None  # index of the engine that computed it then; None until then
 
 
 class TrackedRequest:
-    """One request from submission to its final output, however many engines compute it in turn."""
+    """One request from submission to its final output, across all engines that compute it in turn."""
 
     __slots__ = (
         "_observer",
@@ -66,20 +66,20 @@ class TrackedRequest:
     ) -> None:
         """sink: called in the event loop with every output. meter: that of engine 0, until the request is placed."""
         self.id = request.id
-        # As last submitted. Each submission has a new id, so late outputs of a lost engine reach no sink.
+        # As last submitted. Each submission has a new id, so late outputs of a lost engine are discarded.
         self.request = request
         self.sink = sink
         self.meter = meter  # counts for `engine`
-        self.engine = 0  # index of the engine that computes the request, or was the last to do so
+        self.engine = 0  # index of the engine that computes the request or computed it last
         self.is_placed = False
-        self.output_ids: list[int] | None = None  # ids received; None before the first output, which may hold no ids
+        self.output_ids: list[int] | None = None  # received ids; None before the first output, which may contain no ids
         self.replays: list[Replay] = []
         self.queued_seconds = 0.0  # in the engine's queue, before the first output
         self.first_output_at: float | None = None  # clock time
         self.finished_at: float | None = None  # clock time of the engine's final output
         self.finish_reason: FinishReason | None = None  # the engine's; None also if the request was aborted
         # Kept by the quarantine:
-        self.num_deaths = 0  # engines that died in a row while they computed this, with no progress in between
+        self.num_deaths = 0  # consecutive deaths of engines that computed this, without progress in between
         self.cleared_at = 0  # number of output ids at which num_deaths returns to 0
         self._observer = observer
 
@@ -110,7 +110,7 @@ class TrackedRequest:
         self.sink(output)
 
     def begin_replay(self, lost_at: float, cause: str) -> None:
-        """The engine that computed the request is gone. lost_at: clock time."""
+        """Record that the engine that computed the request is gone. lost_at: clock time."""
         self._end_replay(lost_at)
         num_tokens = len(self.request.prompt_ids) + self.num_received
         self.replays.append(Replay(lost_at, cause, num_tokens, self.engine))
@@ -122,7 +122,7 @@ class TrackedRequest:
             self.replays[-1].next_engine = self.engine
 
     def take_back(self, new_id: int) -> None:
-        """Prepare `request` for submission to the next engine: what was received is not computed or sent again."""
+        """Prepare `request` for submission to the next engine. Ids that were received are not generated again."""
         self.is_placed = False
         sampling = self.request.sampling
         if self.output_ids is not None and sampling.prompt_logprobs is not None:

@@ -22,32 +22,32 @@ logger = logging.getLogger(__name__)
 
 
 class ChoiceOwner(Protocol):
-    """The generation, as its choices see it."""
+    """The part of `Generation` that its choices use."""
 
     request: TextRequest
     tenant: int
 
     def create_parser(self) -> DialectParser | None:
-        """For one choice. None if all text is content."""
+        """Create the parser of one choice; None if all text is content."""
 
     def as_current(self) -> AbstractContextManager[None]:
-        """For log records that are to name the generation's request."""
+        """Attach the generation's request to log records."""
 
     def fail(self, error: RequestError) -> None:
         """End all choices with this error."""
 
     def on_first_output(self, num_prompt_tokens: int) -> None:
-        """num_prompt_tokens: computed for this choice."""
+        """num_prompt_tokens: prompt tokens computed for this choice."""
 
     def on_change(self, choice: Choice) -> None:
-        """The choice has something new since it was last taken."""
+        """Called when the choice has new output since it was last taken."""
 
     def on_finish(self, choice: Choice, *, aborts: bool) -> None:
-        """aborts: the text has ended, by a stop string, before the engine's request."""
+        """aborts: a stop string ended the text before the engine's request ended."""
 
 
 class Choice:
-    """See the module. The generation takes what is new with `take`."""
+    """See the module. The generation collects new output with `take`."""
 
     submitted: SubmittedRequest  # set when the generation is entered
 
@@ -88,7 +88,7 @@ class Choice:
             second_text_start=None if request.second_text_starts is None else request.second_text_starts[prompt],
         )
         self._generation = generation
-        self._is_first = choice == 0  # the prompt's tokens are counted with its first choice
+        self._is_first = choice == 0  # a prompt's tokens are counted with its first choice
         self.times = ChoiceTimes(arrival)
         self._num_preemptions = 0
         self._has_changed = False
@@ -100,10 +100,10 @@ class Choice:
             return
         try:
             num_tokens = self.output.push(output)
-        except Exception:  # a bug in one request must not stop the client's loop and with it every other stream
+        except Exception:  # a bug in one request must not stop the client's loop, which serves every stream
             with self._generation.as_current():
-                logger.exception("the output of request %d could not be turned into text", output.id)
-            self._generation.fail(GenerationFailed("the output could not be turned into text"))
+                logger.exception("the output of request %d could not be converted to text", output.id)
+            self._generation.fail(GenerationFailed("the output could not be converted to text"))
             return
         self._num_preemptions += output.num_preemptions
         if self.times.last_token is None:
@@ -123,7 +123,7 @@ class Choice:
         return self.output.take()
 
     def end(self, reason: FinishReason) -> None:
-        """Count the choice, which has ended."""
+        """Record the end of the choice."""
         max_tokens = self.engine_request.sampling.max_tokens
         meter = self.submitted.meter
         meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times, self._num_preemptions)

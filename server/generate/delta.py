@@ -15,11 +15,11 @@ class TokenEntry(msgspec.Struct):
     token_id: int
     logprobs: TokenLogprobs | None
     offset: int  # characters of the choice's text, echoed prompt included, before this token
-    is_content: bool = True  # False if the token ends the text, or comes where the parser expects no content
+    is_content: bool = True  # False if the token ends the text, or is not content to the parser
 
 
 class ToolCall(msgspec.Struct):
-    """A call of a whole response. `arguments` is a JSON text, incomplete if the text was cut."""
+    """A complete tool call. `arguments` is JSON text, incomplete if the text was truncated."""
 
     id: str
     name: str
@@ -29,15 +29,15 @@ class ToolCall(msgspec.Struct):
 class Delta(msgspec.Struct):
     index: int  # the choice's index: prompt * n + k
     text: str  # content: what is neither reasoning nor a tool call
-    token_ids: list[int]  # generated ids, the one that ended the text included
+    token_ids: list[int]  # generated ids, including the one that ended the text
     entries: list[TokenEntry]  # empty unless logprobs were requested
     first: bool  # the first delta of its choice
     finish_reason: FinishReason | None = None  # set in the choice's last delta
-    stop_reason: int | str | None = None  # the stop id or stop string that ended the text, if one did
+    stop_reason: int | str | None = None  # the stop id or stop string that ended the text, if any
     prompt_logprobs: list[TokenLogprobs] | None = None  # in the first delta, if requested; none for the first token
     vector: bytes | None = None  # in the only delta of a pooling request; see `Output.vector`
-    pieces: list[Piece] = []  # reasoning, content and calls in the order they were written; empty if all is `text`
-    num_calls: int = 0  # tool calls that the choice has begun so far
+    pieces: list[Piece] = []  # reasoning, content and calls in the order of the text; empty if everything is in `text`
+    num_calls: int = 0  # tool calls begun so far in this choice
 
     @property
     def reasoning(self) -> str:
@@ -45,18 +45,18 @@ class Delta(msgspec.Struct):
 
     @property
     def ordered_pieces(self) -> list[Piece]:
-        """`pieces`, also where all is `text`."""
+        """The pieces in order; `text` as a single piece if `pieces` is empty."""
         if self.pieces or not self.text:
             return self.pieces
         return [ContentPiece(self.text)]
 
     @property
     def ends_with_calls(self) -> bool:
-        """Whether the model ended its turn by itself after it had called tools."""
+        """Whether the model ended its turn by itself after calling tools."""
         return self.finish_reason is FinishReason.STOP and self.stop_reason is None and self.num_calls > 0
 
     def name_finish_reason(self, reply: ReplyFormat | None) -> str | None:
-        """As OpenAI's API has it: `tool_calls`, but `stop` where the request names the function to call."""
+        """OpenAI's name: `tool_calls`, but `stop` if the request names the function to call."""
         if self.ends_with_calls and reply is not None and not reply.has_named_tool:
             return "tool_calls"
         return None if self.finish_reason is None else self.finish_reason.value
@@ -80,7 +80,7 @@ class RequestTimes(msgspec.Struct, frozen=True):
     scheduled: float  # the first choice's
     first_token: float
     last_token: float
-    decode_seconds: float  # from the first token of a choice to its last, summed over choices
+    decode_seconds: float  # from first to last token, summed over choices
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
@@ -89,5 +89,5 @@ class TokenCounts(msgspec.Struct, frozen=True):
     prompt: int
     completion: int
     cached: int  # prompt tokens that the first choice of each prompt found in the prefix cache
-    reasoning: int | None = None  # part of `completion`; None if reasoning is not told apart
-    times: RequestTimes | None = None  # only at the end
+    reasoning: int | None = None  # part of `completion`; None if reasoning is not parsed
+    times: RequestTimes | None = None  # set at the end only

@@ -15,20 +15,20 @@ from serve_llm.server.dialects.dialect import Dialect
 from serve_llm.server.prompt.tokenizer import Tokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, and so at most as many tokens
-_WINDOW = 8  # tokens that may end in an incomplete character before they are emitted as they are
+_LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, which are at most as many tokens
+_WINDOW = 8  # tokens that may end in an incomplete character before they are emitted unchanged
 
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """Returns the text that this token completes; empty while a character is incomplete."""
+        """Return the text that this token completes; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """Returns the rest at the end; an incomplete character becomes U+FFFD."""
+        """Return the remaining text at the end; an incomplete character becomes U+FFFD."""
 
 
 class TokenPieces(dict[int, "str | bytes"]):
-    """Token id -> what it adds to a text, filled on demand: a string, or bytes that are not whole characters."""
+    """Caches what each token id adds to a text: a string, or bytes that are not whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]) -> None:
         self.skipped_ids = skipped_ids
@@ -76,10 +76,10 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the last few ids again with each new one; the part by which the text grew is new."""
+    """Decodes the last few ids again with each new one; what the text has gained is new."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, skipped_ids: frozenset[int]) -> None:
-        """skipped_ids: also without `skip_special_tokens`."""
+        """skipped_ids: skipped even without `skip_special_tokens`."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._skipped_ids = skipped_ids
@@ -125,10 +125,9 @@ class DetokenizerFactory:
     def create(
         self, prompt_ids: Sequence[int], skip_special_tokens: bool, keep_delimiters: bool = False
     ) -> Detokenizer:
-        """A detokenizer for the text after `prompt_ids`, in the state that the prompt leaves behind.
+        """Create a detokenizer for the text after `prompt_ids`, starting in the state after the prompt.
 
-        keep_delimiters: special tokens that the dialect names are kept as text, except those that only end a
-        turn.
+        keep_delimiters: keep the dialect's special tokens as text, except those that only end a turn.
         """
         keeps_delimiters = keep_delimiters and self._has_delimiters
         skips_ends = keep_delimiters and skip_special_tokens

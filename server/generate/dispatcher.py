@@ -1,7 +1,7 @@
-"""What a generation needs of the engines: their clock, and how to submit and abort requests.
+"""What a generation needs from the engines: their clock, and ways to submit and abort requests.
 
 `LocalDispatcher` serves generations in the process that owns the engines,
-`server.front_ends.dispatcher.RemoteDispatcher` those in a front end process.
+`server.front_ends.dispatcher.RemoteDispatcher` those in a front-end process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Pairs = Sequence[tuple[Request, Callable[[Output], None]]]  # requests with thei
 
 
 class SubmittedRequest(Protocol):
-    """A request of a generation, as its dispatcher knows it."""
+    """A generation's submitted request, as the dispatcher tracks it."""
 
     @property
     def meter(self) -> Meter:
-        """Counts for the engine that computes the request."""
+        """The meter of the engine that computes the request."""
 
     @property
     def engine(self) -> int:
-        """Index of the engine that computes the request, or was the last to do so."""
+        """Index of the engine that computes the request or computed it last."""
 
     @property
     def replays(self) -> list[Replay]: ...
@@ -41,35 +41,35 @@ class Dispatcher(Protocol):
 
     @property
     def facts(self) -> ModelInfo:
-        """Facts that hold for every engine."""
+        """The facts that hold for every engine."""
 
     @property
     def outage(self) -> str | None:
-        """Why every engine is gone; None while one is there."""
+        """Why all engines are gone; None while any is left."""
 
     def check(self) -> None:
-        """Raises Unavailable while no request would be served."""
+        """Raise Unavailable while no request can be served."""
 
     def next_id(self) -> int:
-        """An id for an engine request."""
+        """Return a new id for an engine request."""
 
     def submit(
         self, admission: AdmissionRequest, pairs: Pairs, refuse: Callable[[RequestError], None]
     ) -> Sequence[SubmittedRequest]:
-        """Submit the requests of a generation if it is admitted; `release` ends it. Raises Unavailable or
-        DeadlineExceeded if it is not, or calls `refuse` with such an error later, before any sink."""
+        """Submit the requests of a generation if it is admitted; `release` ends it. Otherwise raises Unavailable or
+        DeadlineExceeded, or later calls `refuse` with such an error, before any sink is called."""
 
     def begin(self, admission: AdmissionRequest, num_prompt_tokens: int) -> None:
-        """A choice has its first token. num_prompt_tokens: computed for it."""
+        """Report the first token of a choice. num_prompt_tokens: prompt tokens computed for it."""
 
     def release(self, admission: AdmissionRequest, num_generated: int, *, is_whole: bool) -> None:
-        """The generation has ended. num_generated: tokens per choice. is_whole: not cut short by anything."""
+        """Report the end of a generation. num_generated: tokens per choice. is_whole: it ended by itself."""
 
     def abort(self, ids: Sequence[int]) -> None:
-        """End requests; their sinks are not called again. Ignores ids that have ended already."""
+        """Abort requests; their sinks are not called again. Ignores ids that have already ended."""
 
     def seconds_to_begin(self, admission: AdmissionRequest, deadline: float) -> float:
-        """Seconds after which a request without a token can no longer end by the deadline (clock time)."""
+        """Seconds until a request without a token can no longer meet the deadline (clock time)."""
 
 
 class LocalDispatcher:

@@ -1,7 +1,7 @@
 """From a validated request to a stream of deltas: the path that HTTP and the offline `LLM` share.
 
 A `Generation` has n choices for each of its prompts. Each choice is one engine request and the sink of its outputs,
-which become text at once and accumulate until they are taken.
+which are detokenized immediately and accumulate until they are taken.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generator:
-    """Opens generations on one model."""
+    """Creates generations on one model."""
 
     def __init__(self, dispatcher: Dispatcher, model: ServedModel, seed: int | None = None) -> None:
         """seed: makes the seeds of requests without one reproducible."""
@@ -52,7 +52,7 @@ class Generator:
         deadline: float | None = None,
         priority: int | None = None,
     ) -> Generation:
-        """A generation that is not submitted yet.
+        """Create a generation that has not been submitted yet.
 
         arrival: clock time of the request's arrival; None: now. tenant: the number of its API key. deadline: clock time
         at which it ends with DeadlineExceeded; None: no limit. priority: None: the request's own.
@@ -68,10 +68,10 @@ class Generator:
 
 
 class Generation:
-    """A context manager: entering admits and submits the request, leaving aborts what is still open.
+    """A context manager: entering it admits and submits the request, leaving it aborts all open choices.
 
-    Choice `prompt * n + k` is the k-th of a prompt. Read either with `next`, as long as there is something new, or with
-    `read_whole`, once.
+    Choice `prompt * n + k` is the k-th of a prompt. Read it either with repeated calls of `next`, or with one call of
+    `read_whole`.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
         self._push: Callable[[], bool] | None = None  # see `push_to`
-        self._loop: asyncio.AbstractEventLoop | None = None  # while there is `_push`: finding it takes a system call
-        self._is_pushing = False  # a call of it is scheduled
-        self._has_pushed = False  # it was called
-        self._changed: list[Choice] = []  # choices with something new
-        self.error: RequestError | None = None  # with which all choices have ended
-        self.on_end: Callable[[Generation], None] | None = None  # called once, when it is left
+        self._loop: asyncio.AbstractEventLoop | None = None  # set with `_push`: looking it up is a system call
+        self._is_pushing = False  # a call of `_push` is scheduled
+        self._has_pushed = False  # `_push` has been called
+        self._changed: list[Choice] = []  # choices with new output
+        self.error: RequestError | None = None  # the error that ended all choices
+        self.on_end: Callable[[Generation], None] | None = None  # called once, on exit
 
     def __enter__(self) -> Self:
-        """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late. In a
-        front end, `next` and `read_whole` raise that instead."""
+        """Raises Unavailable if the server cannot accept the request now, DeadlineExceeded if the deadline cannot be
+        met. In a front end, `next` and `read_whole` raise these errors instead."""
         pairs = [(choice.engine_request, choice.receive) for choice in self.choices]
         submitted = self._dispatcher.submit(self._admission_request, pairs, self._refuse)
         now = self._dispatcher.clock.read()
@@ -139,7 +139,7 @@ class Generation:
             self.on_end(self)
 
     def close(self) -> None:
-        """Abort what is still open; `next` and `read_whole` return nothing more. Idempotent."""
+        """Abort all open choices; `next` and `read_whole` return nothing more. Idempotent."""
         self.closed = True
         self._is_cut = self._is_cut or bool(self._open)
         if self._deadline_timer is not None:
@@ -147,9 +147,9 @@ class Generation:
         self._end_open(FinishReason.ABORT)
 
     async def next(self) -> list[Delta]:
-        """One delta for each choice that has something new; an empty list after the last one, or when closed.
+        """Return one delta for each choice with new output; an empty list after the last one, or when closed.
 
-        Raises RequestError when the request fails, after returning what came before.
+        Raises RequestError if the request fails, after returning all earlier output.
         """
         while not self._changed and self._open and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -161,10 +161,10 @@ class Generation:
         return self.take_changed()
 
     async def push_to(self, push: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Call `push` after each step that has brought something new, until it returns False or the generation ends.
-        It takes what is new with `take_changed`. A call costs less than to wake a task that awaits `next`.
+        """Call `push` after each step with new output, until it returns False or the generation ends. `push` gets the
+        output from `take_changed`. This costs less than waking a task that awaits `next`.
 
-        seconds: return True if there is nothing new for this time, or up to twice as long; None: wait for it."""
+        seconds: return True after this time without new output, or up to twice as long; None: no limit."""
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._push = push
@@ -203,7 +203,7 @@ class Generation:
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """For log records that are written outside of the request's own task, as when outputs arrive: they name it."""
+        """Attach the request to log records that are written outside its own task, such as when outputs arrive."""
         token = CURRENT_REQUEST.set(self._logged_request)
         try:
             yield
@@ -211,19 +211,19 @@ class Generation:
             CURRENT_REQUEST.reset(token)
 
     def _fail_push(self, error: RequestError) -> None:
-        """Like `fail`, but also for an output that was the last one."""
+        """Like `fail`, but works after the last output too."""
         if self.error is None:
             self.error = error
         self._end_open(FinishReason.ERROR)
 
     def take_changed(self) -> list[Delta]:
-        """One delta for each choice that has something new."""
+        """Return one delta for each choice with new output."""
         changed = self._changed
         self._changed = []
         return [choice.take() for choice in changed]
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until `next` has something to return, but not longer than this. False if it has nothing yet."""
+        """Wait at most this long until `next` has something to return. Returns False if it still has nothing."""
         if not self._changed and self._open and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
             timer = asyncio.get_running_loop().call_later(seconds, self._wake)
@@ -232,7 +232,7 @@ class Generation:
         return bool(self._changed) or not self._open or self.closed
 
     async def read_whole(self) -> list[Delta]:
-        """One complete delta per choice, once all have ended; an empty list when closed. Raises RequestError."""
+        """Return one complete delta per choice once all have ended; an empty list when closed. Raises RequestError."""
         self._waits_for_end = True
         while self._open and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -242,7 +242,7 @@ class Generation:
         return [] if self.closed else [choice.take() for choice in self.choices]
 
     def take_rest(self) -> list[Delta]:
-        """What `next` and `read_whole` have not returned when the generation was closed. One delta per choice."""
+        """Return output that was not read before the generation was closed: one delta per choice."""
         return [choice.take() for choice in self.choices]
 
     def counts(self, *, with_times: bool = False) -> TokenCounts:
@@ -255,7 +255,7 @@ class Generation:
         )
 
     def _measure(self) -> RequestTimes | None:
-        """None until there is a token."""
+        """Return the times of the request; None until there is a token."""
         all_times = [choice.times for choice in self.choices if choice.times.first_token is not None]
         if not all_times:
             return None
@@ -274,7 +274,7 @@ class Generation:
         return sum(choice.output.num_reasoning_tokens for choice in self.choices)
 
     def create_parser(self) -> DialectParser | None:
-        """For one choice. None if all text is content."""
+        """Create the parser of one choice; None if all text is content."""
         reply = self.request.reply
         if reply is None or self._dialect is None:
             return None
@@ -290,13 +290,13 @@ class Generation:
         )
 
     def fail(self, error: RequestError) -> None:
-        """End the request with an error, all choices together. Does nothing if it has ended already."""
+        """End all choices with an error. Does nothing if they have already ended."""
         if self.error is None and self._open:
             self.error = error
             self._end_open(FinishReason.ERROR)
 
     def _refuse(self, error: RequestError) -> None:
-        """The request was not admitted, so its choices do not count as ended."""
+        """Record that the request was not admitted; its choices do not count as ended."""
         self.error = error
         self._is_refused = True
         self._open = {}
@@ -305,12 +305,12 @@ class Generation:
     # Reports of the choices
 
     def on_first_output(self, num_prompt_tokens: int) -> None:
-        """num_prompt_tokens: computed for this choice; 0 for the later choices of a prompt."""
+        """num_prompt_tokens: prompt tokens computed for this choice; 0 for the later choices of a prompt."""
         self._has_begun = True
         self._dispatcher.begin(self._admission_request, num_prompt_tokens)
 
     def on_change(self, choice: Choice) -> None:
-        """The choice has something new since it was last taken."""
+        """Called when the choice has new output since it was last taken."""
         self._changed.append(choice)
         if self._push is not None:
             if not self._is_pushing:
@@ -321,7 +321,7 @@ class Generation:
             self._wake()
 
     def on_finish(self, choice: Choice, *, aborts: bool) -> None:
-        """aborts: the text has ended, by a stop string, before the engine's request."""
+        """aborts: a stop string ended the text before the engine's request ended."""
         request_id = choice.engine_request.id
         del self._open[request_id]
         if aborts:
@@ -330,14 +330,14 @@ class Generation:
             self._wake()
 
     def _count_longest(self) -> None:
-        """Count the longest choice of each prompt."""
+        """Record the length of the longest choice of each prompt."""
         n = self.request.params.n
         for start in range(0, len(self.choices), n):
             longest = max(choice.output.num_tokens for choice in self.choices[start : start + n])
             self.choices[start].submitted.meter.max_generation_tokens.observe(longest)
 
     def _start_deadline_timer(self) -> None:
-        """Without a token, the request ends as soon as it can no longer be done in time; else at its deadline."""
+        """End the request at its deadline or, while it has no token, as soon as it can no longer finish in time."""
         if self._deadline is None:
             return
         loop = asyncio.get_running_loop()
@@ -355,11 +355,11 @@ class Generation:
             self._expire()
 
     def _expire(self) -> None:
-        reason = "it took longer than its limit" if self._has_begun else "it waited too long to be done in time"
+        reason = "it took longer than its limit" if self._has_begun else "it waited too long to finish in time"
         outage = self._dispatcher.outage
         if outage is not None:
-            reason = f"it waited for an engine that is replaced: {outage}"
-        self.fail(DeadlineExceeded(f"the request's time is over: {reason}"))
+            reason = f"it waited for an engine to be replaced: {outage}"
+        self.fail(DeadlineExceeded(f"the request's deadline has passed: {reason}"))
 
     def _end_open(self, reason: FinishReason) -> None:
         ended = self._open
@@ -378,12 +378,12 @@ class Generation:
 
 
 def _choose_seeds(request: TextRequest, generator: Generator) -> list[int]:
-    """One seed per prompt."""
+    """Choose one seed per prompt."""
     if request.params.seed is not None:
         return [sampling.seed for sampling in request.samplings]
     return [generator.draw_seed() for _ in request.samplings]
 
 
 def _read_label(request: LoggedRequest | None) -> RequestLabel:
-    """request: None: it is offline."""
+    """request: None if offline."""
     return RequestLabel() if request is None else RequestLabel(request.request_id, request.path)

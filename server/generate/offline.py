@@ -1,4 +1,4 @@
-"""Run many requests to their ends, with a progress bar: the work of the class `LLM`."""
+"""Run many requests to completion, with a progress bar, for the class `LLM`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tqdm import tqdm
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.generation import Generation
 
-UseTqdm = bool | Callable[..., "tqdm[Any]"]  # whether a bar is shown, or what to call instead of tqdm
+UseTqdm = bool | Callable[..., "tqdm[Any]"]  # whether to show a bar, or a replacement for tqdm
 
 
 def create_bar(use_tqdm: UseTqdm, total: int) -> tqdm[Any]:
@@ -21,7 +21,7 @@ def create_bar(use_tqdm: UseTqdm, total: int) -> tqdm[Any]:
 
 
 async def run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[Delta]]:
-    """The deltas of each generation, one per choice. Raises the first error, which ends all others."""
+    """Return the deltas of each generation, one per choice. Raises the first error, after ending all others."""
     num_tokens = 0
 
     async def run(generation: Generation) -> list[Delta]:

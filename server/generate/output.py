@@ -1,7 +1,7 @@
-"""Turns one choice's outputs into text, with reasoning and tool calls, stop strings, log-probabilities and echo.
+"""Converts one choice's outputs to text, with reasoning and tool calls, stop strings, log-probabilities and echo.
 
-What is new accumulates in one pending delta until it is taken, so that a slow reader costs one delta, and a response
-without streaming is the delta at the end.
+New output accumulates in one pending delta until it is taken, so a slow reader costs no more than one delta, and a
+response without streaming is the delta at the end.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class OutputProcessor:
         include_reasoning: bool = True,
         added_positions: Collection[int] = (),
     ) -> None:
-        """index: of the choice. end_ids: those that are no `stop_reason`. echo: text of the prompt, to put in front of
-        the choice; None: no echo. parser: finds reasoning and tool calls; None: all is content. include_reasoning:
-        False omits the reasoning, its ids and its log-probabilities. added_positions: those of `prompt_ids` that are
-        not part of `echo`."""
+        """index: of the choice. end_ids: stop ids that are not reported as `stop_reason`. echo: text of the prompt, to
+        put before the choice; None: no echo. parser: finds reasoning and tool calls; None: all is content.
+        include_reasoning: False omits the reasoning, its ids and its log-probabilities. added_positions: positions in
+        `prompt_ids` that are not part of `echo`."""
         self.index = index
         self.num_tokens = 0  # generated tokens, up to the one that ended the text
         self.num_reasoning_tokens = 0  # part of `num_tokens`, delimiters included
@@ -61,7 +61,7 @@ class OutputProcessor:
         self._params = params
         self._end_ids = end_ids
         self._prompt_ids = prompt_ids
-        context_ids = () if params.max_tokens == 0 else prompt_ids  # without a token, no text follows the prompt
+        context_ids = () if params.max_tokens == 0 else prompt_ids  # no text follows the prompt without a token
         self._detokenizer = detokenizers.create(context_ids, params.skip_special_tokens, parser is not None)
         self._scanner: StopScanner | None = None
         if params.stop_strings:
@@ -78,7 +78,7 @@ class OutputProcessor:
         self._has_started = False
         self._has_been_taken = False
         self._num_calls = 0
-        # Characters of the choice's text so far; with a parser, of all that it found:
+        # Characters of the choice's text so far; with a parser, of all its pieces:
         self._num_decoded = 0
         self._num_released = 0  # by the stop scanner
         # The pending delta:
@@ -86,13 +86,13 @@ class OutputProcessor:
         self._pieces: list[Piece] = []  # with a parser, content too
         self._has_other_pieces = False  # than content
         self._token_ids: list[int] = []
-        self._entries: list[TokenEntry] = []  # entries whose text the stop scanner holds back stay until it is released
+        self._entries: list[TokenEntry] = []  # entries stay here while the stop scanner holds back their text
         self._prompt_logprobs: list[TokenLogprobs] | None = None
         self._stop_reason: int | str | None = None
         self._vector: bytes | None = None
 
     def push(self, output: Output) -> int:
-        """Add a step's output. Returns how many of its tokens belong to the text; those after a stop string do not."""
+        """Add a step's output. Returns how many of its tokens belong to the text, that is, precede a stop string."""
         if not self._has_started:
             self._start(output)
         if not self._is_plain or output.finish_reason is not None:
@@ -106,7 +106,7 @@ class OutputProcessor:
         return len(output.token_ids)
 
     def take(self) -> Delta:
-        """What is new since the last call."""
+        """Return the output since the last call."""
         delta = Delta(
             index=self.index,
             text="".join(self._text),
@@ -190,7 +190,7 @@ class OutputProcessor:
             self._stop_reason = output.stop_id
 
     def _finish_text(self) -> None:
-        """Release all that was held back. A stop string in it ends the text."""
+        """Release all text that was held back. A stop string in it ends the text."""
         if self.num_tokens:  # without tokens, the detokenizer holds only an incomplete character of the prompt
             self._add_text(self._detokenizer.flush())
         if self._parser is not None and self.finish_reason is None:
@@ -206,7 +206,7 @@ class OutputProcessor:
             self._add_pieces(self._parser.push(text))
 
     def _add_pieces(self, pieces: list[Piece]) -> None:
-        """Only content can hold a stop string."""
+        """Only content can contain a stop string."""
         for piece in pieces:
             if self.finish_reason is not None:  # a stop string ended the text
                 return
@@ -233,7 +233,7 @@ class OutputProcessor:
         self._release(text)
 
     def _release_held_back(self) -> None:
-        """The stop scanner's text turned out not to begin a stop string."""
+        """Called with text that turned out not to begin a stop string."""
         if self._scanner is not None:
             self._release(self._scanner.flush())
 
@@ -246,7 +246,8 @@ class OutputProcessor:
             self._pieces.append(ContentPiece(text))
 
     def _take_released_entries(self) -> list[TokenEntry]:
-        """Entries whose text has begun to be released; at the end all of them, except those cut by a stop string."""
+        """Take the entries whose text has at least partly been released; at the end all, except those after a stop
+        string."""
         entries = self._entries
         was_cut = isinstance(self._stop_reason, str)
         if self.finish_reason is not None and not was_cut:
@@ -260,7 +261,8 @@ class OutputProcessor:
 
 
 def merge_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same with neighbours of one kind joined. Between the arguments of two calls, the second call begins."""
+    """Join neighbouring pieces of one kind. Arguments of two calls are never neighbours: the second call begins in
+    between."""
     for kind, group in groupby(pieces, type):
         run = list(group)
         if len(run) > 1 and kind in (ReasoningPiece, ContentPiece, ArgumentsPiece):

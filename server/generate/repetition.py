@@ -1,4 +1,4 @@
-"""Finds text that repeats itself: ids that end with the same pattern several times in a row."""
+"""Detects repetition: ids that end with the same pattern several times in a row."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from serve_llm.server.sampling_params import RepetitionDetection
 
 
 class RepetitionDetector:
-    """A token costs one comparison per size of pattern."""
+    """Costs one comparison per token and pattern size."""
 
     def __init__(self, params: RepetitionDetection) -> None:
         self._min_count = params.min_count
         self._sizes = range(params.min_pattern_size, params.max_pattern_size + 1)
         self._last_ids: deque[int] = deque(maxlen=params.max_pattern_size)  # newest first
-        self._num_equal = [0] * len(self._sizes)  # by size: how many ids in a row equal the one that many before
+        self._num_equal = [0] * len(self._sizes)  # by size: current run of ids equal to the one `size` before
 
     def push(self, token_id: int) -> bool:
-        """Whether the ids now end with enough repetitions of a pattern."""
+        """Add an id. Returns whether the ids now end with enough repetitions of a pattern."""
         last_ids = self._last_ids
         num_equal = self._num_equal
         is_found = False

@@ -1,6 +1,6 @@
-"""Finds stop strings in a stream of text: holds back what may still become one and cuts what follows one.
+"""Finds stop strings in a stream of text: holds back text that may begin one, and drops text after one.
 
-The first stop string to be complete ends the text; of several that end at the same character, the longest. The result
+The first complete stop string ends the text; if several end at the same character, the longest one does. The result
 does not depend on how the text is split into pieces.
 """
 
@@ -17,7 +17,7 @@ class StopScanner:
         self._longest = max(map(len, stops), default=0)
         self._sorted = sorted(set(stops))
         self._firsts = {stop[0] for stop in stops}
-        self._by_last: dict[str, list[str]] = {}  # by the last character, because most characters end none
+        self._by_last: dict[str, list[str]] = {}  # by the last character: most end no stop string
         for stop in self._sorted:
             self._by_last.setdefault(stop[-1], []).append(stop)
         self._include = include_stop
@@ -25,7 +25,7 @@ class StopScanner:
         self.matched: str | None = None
 
     def push(self, text: str, armed: bool) -> str:
-        """Returns the text that is now final. armed: a stop string may end within `text`; False before min_tokens."""
+        """Return the text that is now final. armed: a stop string may end within `text`; False before min_tokens."""
         window = self._held + text
         cut = self._find_cut(window, len(self._held)) if armed else None
         if cut is not None:
@@ -36,13 +36,13 @@ class StopScanner:
         return window[:end]
 
     def flush(self) -> str:
-        """Returns the text that was held back, when the text ends without a stop string."""
+        """Return the text that was held back, once the text has ended without a stop string."""
         held = self._held
         self._held = ""
         return held
 
     def _find_cut(self, window: str, border: int) -> int | None:
-        """Where to cut for the first stop string that ends after `border`; the text before it was not armed."""
+        """Find where to cut for the first stop string that ends after `border`; earlier text was not armed."""
         best: tuple[int, int] | None = None  # (end, start)
         for last in set(window[border:]) & self._by_last.keys():
             for stop in self._by_last[last]:
@@ -55,7 +55,7 @@ class StopScanner:
         return best[0] if self._include else best[1]
 
     def _find_possible_start(self, window: str) -> int:
-        """Where the longest suffix of the window starts that is a proper prefix of a stop string."""
+        """Find the start of the longest suffix of the window that is a proper prefix of a stop string."""
         for start in range(max(0, len(window) - self._longest + 1), len(window)):
             if window[start] in self._firsts:
                 suffix = window[start:]

@@ -1,4 +1,4 @@
-"""What Anthropic's routes have of their own around the app: the shape of errors, and a header."""
+"""Middleware for Anthropic's routes: the shape of errors, and a header."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ VERSION_HEADER = b"anthropic-version"  # Anthropic's clients send it with every 
 
 
 class AnthropicErrorMiddleware:
-    """ASGI middleware: bodies of errors get Anthropic's shape, and responses a header `request-id`, below /v1/messages,
-    and below /v1/models for Anthropic's clients."""
+    """ASGI middleware that gives error bodies Anthropic's shape and responses a header `request-id`, below /v1/messages
+    and, for Anthropic's clients, below /v1/models."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -22,7 +22,7 @@ class AnthropicErrorMiddleware:
             await self.app(scope, receive, send)
             return
         request_id: str = scope[REQUEST_ID]
-        start: Message | None = None  # an error's, held back until its body is known
+        start: Message | None = None  # start of an error response, held back until its body is known
 
         async def send_translated(message: Message) -> None:
             nonlocal start

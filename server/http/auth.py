@@ -1,4 +1,4 @@
-"""API keys: if any are set, every route but the probes and the files of the page requires `Authorization: Bearer <key>`
+"""API keys: if any are set, every route except the probes and the page's files requires `Authorization: Bearer <key>`
 or `X-Api-Key: <key>`."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from serve_llm.server.web_ui.files import PAGE_FILES
 
 # The page is the same for everyone; it asks for the key, and its script sends it.
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/docs", *PAGE_FILES})
-ADMINISTRATOR_PREFIX = "admin:"  # keys that begin so may load and unload adapters
+ADMINISTRATOR_PREFIX = "admin:"  # keys with this prefix may load and unload adapters
 TENANT = "serve_llm.tenant"  # key in the ASGI scope: the index of the request's API key, if keys are set
 
 IN_BATCH = "serve_llm.in_batch"  # key in the ASGI scope: the request is a line of a stored batch
 
 
 class ApiKeyMiddleware:
-    """ASGI middleware. Without keys, every request passes."""
+    """ASGI middleware. Without keys, every request is accepted."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self.app = app
@@ -36,7 +36,7 @@ class ApiKeyMiddleware:
         await self.app(scope, receive, send)
 
     def _find_key(self, scope: Scope) -> int | None:
-        """The index of the request's key, None if it has no valid key."""
+        """Find the index of the request's key; None if it has no valid key."""
         keys = []
         for name, value in scope["headers"]:
             if name == b"x-api-key":
@@ -52,7 +52,7 @@ class ApiKeyMiddleware:
 
 
 def name_owner(key: str) -> str:
-    """The name under which things are stored for an API key. It does not reveal the key."""
+    """The name under which objects of an API key are stored. It does not reveal the key."""
     return _digest(b"owner:" + key.encode()).hex()[:32]
 
 

@@ -1,5 +1,5 @@
-"""Writes parts of a body past the middleware: a token of a stream would cost as much in their coroutines as in all
-else."""
+"""Writes parts of a body directly to the connection, because passing a token through the middleware's coroutines would
+double its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BodyWriter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client reads as fast as is written. If not, `send` waits for it."""
+        """Whether the client keeps up with the writes. If not, `send` waits for it."""
         return not self._cycle.flow.write_paused
 
     def write(self, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with limits on slow and hostile connections, and an app that answers during the start.
+"""The HTTP server: uvicorn with limits on slow and hostile connections, and an app that answers during start-up.
 
 `Connection` overrides private parts of uvicorn's `HttpToolsProtocol` and `RequestResponseCycle` (`_start_asgi_task`,
 `pipeline`, `flow`, `cycle.transport`, `cycle.message_event`), so pyproject.toml pins uvicorn to the tested version.
@@ -37,9 +37,9 @@ from serve_llm.server.web_ui.files import PAGE_FILES, build_headers
 
 logger = logging.getLogger(__name__)
 
-SECTION_BYTES = 2**20  # a client may take `stall_seconds` per section of a body: a limit on its total time
-POLL_SECONDS = 0.05  # between two looks whether connections are open
-LINGER_SECONDS = 5.0  # for a client to read why its request was refused
+SECTION_BYTES = 2**20  # a client may take `stall_seconds` per section of a body, which limits the total time
+POLL_SECONDS = 0.05  # between two checks for open connections
+LINGER_SECONDS = 5.0  # time for a client to read why its request was refused
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -48,8 +48,8 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class StartupApp:
-    """An ASGI app that forwards to `app` once it is set. Until then /health and the files of the page get 200, and
-    everything else 503: a browser that is there early shows that the server is starting."""
+    """An ASGI app that forwards to `app` once it is set. Until then, /health and the page's files get 200 and
+    everything else 503, so a browser that is opened early shows that the server is starting."""
 
     def __init__(self, with_page: bool) -> None:
         self.app: AsgiApp | None = None
@@ -74,27 +74,27 @@ async def _send_ok(headers: dict[str, str], body: bytes, send: Send) -> None:
 
 @dataclass
 class DrainState:
-    """Whether a server drains: what it answers from then on ends the connection."""
+    """Whether a server is draining: each of its further responses closes the connection."""
 
     has_begun: bool = False
 
 
 class Connection(HttpToolsProtocol):
     """One connection. Closes it when the header is too long, when the client neither sends nor reads for
-    `stall_seconds`, and when it keeps sending after its answer. Answers invalid HTTP with a JSON error like all others.
+    `stall_seconds`, and when the client keeps sending after its response. Invalid HTTP gets the usual JSON error.
     """
 
     def __init__(self, limits: Limits, drain: DrainState, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._drain = drain
-        self._is_receiving = False  # a request has begun and is not complete
+        self._is_receiving = False  # a request has begun but is incomplete
         self._header_bytes: int | None = 0  # bytes received of an incomplete header; None after the header
         self._section_bytes = 0  # bytes of the current section of the body, of trailers, or of dropped data
-        self._running: RequestResponseCycle | None = None  # the cycle that answers; pipelined ones wait behind it
+        self._running: RequestResponseCycle | None = None  # the active cycle; pipelined ones wait behind it
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._is_lingering = False  # the last answer is sent; further input is dropped
+        self._is_lingering = False  # the last response is sent; further input is dropped
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
         if self._drain.has_begun:
             self.cycle.keep_alive = False
         if self.cycle is not self._running:
-            self._stop_read_timer()  # a pipelined request is not read before its turn
+            self._stop_read_timer()  # do not read a pipelined request before its turn
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -183,8 +183,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(InvalidRequest("the request is not valid HTTP/1.1"))
 
     def linger(self) -> None:
-        """Close after the client has had time to read the answer. Closing at once, with input still unread, would reset
-        the connection and lose the answer. Idempotent."""
+        """Close after the client has had time to read the response. Closing immediately, with unread input, would reset
+        the connection and lose the response. Idempotent."""
         if self._is_lingering or self.transport.is_closing():
             return
         self._is_lingering = True
@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
             self._give_up("sent no request")
         else:
             self._refuse(
-                RequestStalled(f"the rest of the request did not come within {self._limits.stall_seconds:g} s")
+                RequestStalled(f"the rest of the request did not arrive within {self._limits.stall_seconds:g} s")
             )
 
     def _give_up(self, action: str) -> None:
@@ -218,12 +218,12 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()  # drops unsent data; the request ends as if the client had disconnected
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer instead of the app, and close."""
+        """Send an error in place of the app, and close."""
         if self._is_lingering or self.transport.is_closing():
             return
         logger.debug("Refused the request of %s: %s", self.client, error)
         if self._running is not None and self._running.response_started and not self._running.response_complete:
-            self.transport.abort()  # another answer is being sent
+            self.transport.abort()  # another response is being sent
             return
         self._disconnect()
         answer = answer_for(error)
@@ -250,7 +250,8 @@ class Connection(HttpToolsProtocol):
 async def _run_without_chunks(
     app: AsgiApp, cycle: RequestResponseCycle, scope: Message, receive: Receive, send: Send
 ) -> None:
-    """Answer a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection."""
+    """Respond to an HTTP/1.0 client, which does not support chunks: a body of unknown length ends with the
+    connection."""
     has_length = False
 
     async def send_without_chunks(message: Message) -> None:
@@ -266,7 +267,7 @@ async def _run_without_chunks(
 
 
 class _CycleTransport:
-    """The transport of a `Connection` as one request sees it: `close` reads remaining input first."""
+    """One request's view of a `Connection`'s transport, whose `close` first reads remaining input."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -274,7 +275,7 @@ class _CycleTransport:
         self.is_closing = connection.transport.is_closing
 
     def close(self) -> None:
-        """Called after an answer."""
+        """Called after a response."""
         if self._connection.cycle.more_body:
             self._connection.linger()
         else:
@@ -327,14 +328,14 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
     def stop_accepting(self) -> None:
-        """Accept no more connections, and close each one after its next response. One that is waiting for its next
-        request is left to the client and the usual timeout: closing it could lose a request that is on its way."""
+        """Accept no more connections, and close each one after its next response. An idle connection stays open until
+        the client closes it or the usual timeout ends it, because closing it could lose a request in transit."""
         self._drain.has_begun = True
         for server in self.servers:
             server.close()
 
     async def wait_until_idle(self, seconds: float) -> None:
-        """Wait until no connection is open, but not longer than this."""
+        """Wait at most this long until no connection is open."""
         deadline = time.monotonic() + seconds
         while self.server_state.connections and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)

@@ -44,7 +44,7 @@ class RequestError(ServeError):
 
 
 def _shorten(text: str, max_characters: int) -> str:
-    """Messages may quote what a client sent, which may be megabytes."""
+    """Truncate a message, which may quote megabytes of client input."""
     return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
@@ -57,7 +57,7 @@ class Unsupported(InvalidRequest):
 
 
 class ContextTooLong(InvalidRequest):
-    """sizes: tokens that the prompt has, or at least has, and may have; None if not the prompt alone is too long."""
+    """sizes: the prompt's tokens (or a lower bound) and the limit; None unless the prompt alone is too long."""
 
     def __init__(self, message: str, param: str | None = None, sizes: tuple[int, int] | None = None) -> None:
         super().__init__(message, param)

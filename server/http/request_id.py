@@ -1,5 +1,5 @@
-"""Request ids and trace ids of responses; counts and times of requests; and one log line per HTTP request, at level
-debug, or info if it was refused. It never contains prompts, generated text or keys.
+"""Adds request ids and trace ids to responses, counts and times requests, and logs one line per HTTP request: at level
+debug, or info if it was refused. The line never contains prompts, generated text or keys.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from serve_llm.server.metrics.http_meter import NO_ROUTE, HttpMeter
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "serve_llm.request_id"  # key in the ASGI scope
-MAX_PATH_CHARACTERS = 200  # longer paths are cut in the log
+MAX_PATH_CHARACTERS = 200  # longer paths are truncated in the log
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable, because the id goes into a header and the log
 
 
 class RequestIdMiddleware:
-    """ASGI middleware: every response gets the client's X-Request-Id, or a new one, and that of a traced request
-    `traceresponse`, which names its span."""
+    """ASGI middleware: every response gets the client's X-Request-Id or a new one; responses to traced requests also
+    get `traceresponse`, which identifies the span."""
 
     def __init__(self, app: ASGIApp, meter: HttpMeter) -> None:
         """meter: counts the requests."""

@@ -20,7 +20,7 @@ class Histogram:
         self.sum += value * times
 
     def take(self) -> HistogramCounts:
-        """All observations, which are forgotten here."""
+        """Return all observations and reset the histogram."""
         taken = HistogramCounts(self._counts, self.sum)
         self._counts = [0] * len(self._counts)
         self.sum = 0.0

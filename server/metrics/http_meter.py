@@ -1,4 +1,4 @@
-"""Counts of HTTP requests by route, method and status, and the times that they took.
+"""Counts HTTP requests by route, method and status, and measures their durations.
 
 Routes are templates such as /v1/models/{name}, never paths, so that clients cannot create labels.
 """
@@ -12,11 +12,11 @@ import msgspec
 
 from serve_llm.server.metrics.histogram import Histogram, HistogramCounts
 
-NO_ROUTE = "none"  # instead of the template, if no route was reached: the path is unknown, or the key is missing
+NO_ROUTE = "none"  # in place of the template if no route was reached: unknown path or missing key
 OTHER_METHOD = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _SECONDS = (0.1, 0.5, 1.0)  # few, because there is a histogram for each route and method
-# Watched by machines, not called by clients; counted by status only.
+# Polled by machines, not called by clients, so counted by status only.
 _PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/version", "/status", "/requests", "/metrics"})
 
 
@@ -36,7 +36,7 @@ class RouteCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HttpCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What an `HttpMeter` has counted."""
+    """The counts of an `HttpMeter`."""
 
     statuses: dict[int, int]
     routes: list[RouteCounts]
@@ -50,7 +50,7 @@ class HttpMeter:
         self.routes: defaultdict[tuple[str, str], RouteTotals] = defaultdict(RouteTotals)  # by route and method
 
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count an answered request. route: its template, NO_ROUTE without one. seconds: until its last byte."""
+        """Count a completed request. route: its template, or NO_ROUTE. seconds: until its last byte."""
         self.statuses[status] += 1
         if route in _PROBES:
             return
@@ -59,7 +59,7 @@ class HttpMeter:
         totals.seconds.observe(seconds)
 
     def take(self) -> HttpCounts:
-        """All counts, which begin anew here."""
+        """Return all counts and reset them."""
         statuses = {status: count for status, count in self.statuses.items() if count}
         routes = [
             RouteCounts(route, method, dict(totals.statuses), totals.seconds.take())
@@ -70,7 +70,7 @@ class HttpMeter:
         return HttpCounts(statuses, routes)
 
     def add(self, counts: HttpCounts) -> None:
-        """Count what another meter has counted."""
+        """Add the counts of another meter."""
         self.statuses.update(counts.statuses)
         for one in counts.routes:
             totals = self.routes[one.route, one.method]

@@ -22,12 +22,12 @@ from serve_llm.server.metrics.usage import UsageMeter
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _DURATION = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
-# Those of vLLM, whose dashboards offer some of them as targets, and shorter ones.
+# vLLM's bounds, some of which its dashboards offer as targets, and shorter ones.
 _MEAN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Where prompt tokens came from, as vLLM names it. Nothing comes from other servers here, so the last one stays 0.
+# vLLM's names for the sources of prompt tokens. Here, none come from other servers, so the last one stays 0.
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 # Why an engine process was replaced; docs/metrics.md explains each.
 RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start", "peer")
@@ -42,7 +42,7 @@ class Clock:
 
     @classmethod
     def running_from(cls, now: float) -> Clock:
-        """A clock that reads `now` at this moment, as one on another host does."""
+        """Create a clock that reads `now` at this moment, like the one on another host."""
         offset = now - time.perf_counter()
         return cls(lambda: time.perf_counter() + offset)
 
@@ -52,7 +52,7 @@ class Clock:
 
 
 class MeterCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What a `Meter` has counted, by attribute, without zeros."""
+    """The counts of a `Meter` by attribute, without zeros."""
 
     numbers: dict[str, int]
     labelled: dict[str, dict[str, int]]
@@ -65,7 +65,7 @@ class StoreUsage:
 
     num_responses: int = 0
     num_bytes: int = 0
-    num_evicted: int = 0  # responses that it has dropped because of a limit
+    num_evicted: int = 0  # responses dropped because of a limit
 
 
 @dataclass
@@ -84,12 +84,12 @@ class FrontEndCounts:
     """Processes that answer clients."""
 
     num_serving: int
-    num_restarts: int = 0  # that ended by themselves and were replaced
+    num_restarts: int = 0  # processes that ended by themselves and were replaced
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCounts:
-    """Counts of the server, not of an engine, which their owners change."""
+    """Counts of the server rather than of an engine, updated by their owners."""
 
     refused: Counter[str]  # requests that reached no engine, by reason
     ignored_fields: Counter[str]  # fields of requests that had no effect, by route
@@ -111,7 +111,7 @@ class ChoiceTimes:
 
 
 class Meter:
-    """Counters of one engine. A request is one choice, except that the tokens of a prompt count once."""
+    """Counters of one engine. Each choice counts as a request, but the tokens of a prompt count once."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -147,7 +147,7 @@ class Meter:
             self.step_tokens.observe(stats.step_tokens)
 
     def count_prompt(self, num_tokens: int, num_cached: int, num_choices: int) -> None:
-        """Count a prompt. num_cached: those of its tokens that were found in the prefix cache."""
+        """Count a prompt. num_cached: tokens found in the prefix cache."""
         num_computed = num_tokens - num_cached
         self.prompt_tokens += num_tokens
         self.prompt_sources["local_cache_hit"] += num_cached
@@ -157,7 +157,7 @@ class Meter:
         self.params_n.observe(num_choices)
 
     def count_first_output(self, times: ChoiceTimes, queued_seconds: float | None) -> None:
-        """Count the first output of a choice, and note its times."""
+        """Count the first output of a choice and record its times."""
         times.first_token = self.clock.step_time
         times.scheduled = min(times.submitted + (queued_seconds or 0.0), times.first_token)
         self.time_to_first_token.observe(times.first_token - times.arrival)
@@ -166,9 +166,9 @@ class Meter:
             self.queue_time.observe(queued_seconds)
 
     def count_tokens(self, num_tokens: int, previous: float | None) -> float:
-        """Count generated tokens of one choice. Returns the clock time at which they arrived.
+        """Count generated tokens of one choice. Returns the clock time of their arrival.
 
-        previous: what this returned for the choice's preceding tokens; None for its first ones.
+        previous: the return value for the choice's preceding tokens; None for its first ones.
         """
         now = self.clock.step_time
         self.generation_tokens += num_tokens
@@ -177,14 +177,14 @@ class Meter:
         return now
 
     def count_replayed(self, num_tokens: int) -> None:
-        """Count a choice whose prompt and output so far, `num_tokens` in all, are computed again by another process."""
+        """Count a choice whose `num_tokens` prompt and output tokens are recomputed by another process."""
         self.replayed_requests += 1
         self.replayed_tokens += num_tokens
 
     def count_finished(
         self, reason: FinishReason, num_tokens: int, max_tokens: int, times: ChoiceTimes, num_preemptions: int
     ) -> None:
-        """Count a finished choice with `num_tokens` generated tokens, of which there could have been `max_tokens`."""
+        """Count a finished choice with `num_tokens` generated tokens out of at most `max_tokens`."""
         self.finished[reason] += 1
         self.request_preemptions.observe(num_preemptions)
         self.request_generation_tokens.observe(num_tokens)
@@ -233,10 +233,10 @@ class AdaptersInUse(NamedTuple):
 
 
 class MeasuredEngine(Protocol):
-    """The part of an engine replica that is exposed and logged."""
+    """The part of an engine replica that is exported and logged."""
 
     meter: Meter
-    has_served: bool  # or serves; else it may be added later
+    has_served: bool  # it counts as an engine; otherwise it may be added later
 
     @property
     def stats(self) -> Stats: ...
@@ -249,7 +249,7 @@ class MeasuredEngine(Protocol):
 
 
 class MeasuredEngines(Protocol):
-    """The part of `server.engines.replicas.Replicas` that is exposed."""
+    """The part of `server.engines.replicas.Replicas` that is exported."""
 
     @property
     def engines(self) -> Sequence[MeasuredEngine]: ...

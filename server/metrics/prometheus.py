@@ -27,7 +27,7 @@ class PrometheusExporter:
 
 
 class EngineCollector(Collector):
-    """Yields every metric family with one sample, or one set of samples, per engine."""
+    """Yield every metric family with one sample, or one set of samples, per engine."""
 
     def __init__(self, replicas: MeasuredEngines, counts: ServerCounts, model_name: str, options: Options) -> None:
         self._replicas = replicas
@@ -143,7 +143,7 @@ class EngineCollector(Collector):
         return family
 
     def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
-        """Counts of drafts. An engine has one source of them."""
+        """Counts of drafts. Each engine has one draft source."""
         family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
         for labels, engine in self._labelled_engines():
             family.add_metric([*labels, self._draft_source], count(engine.stats))

@@ -1,4 +1,4 @@
-"""One log line of throughput and load every 10 s while there is traffic. Only reads what others count."""
+"""One log line of throughput and load every 10 s while there is traffic. Only reads counters that others update."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StatsLogger:
             self.log_interval(clock.read() - began)
 
     def log_interval(self, seconds: float) -> None:
-        """Log the last `seconds`, unless no engine made a step in them."""
+        """Log the last `seconds`, unless no engine ran a step in that time."""
         before = self._logged
         totals = self._read_totals()
         self._logged = totals
@@ -79,12 +79,12 @@ class StatsLogger:
 
 
 def _describe_drafts(num_tokens: int, num_accepted: int) -> str:
-    """Empty if no draft was verified."""
+    """Return "" if no draft was verified."""
     if not num_tokens:
         return ""
     return f", draft tokens: {num_tokens}, accepted: {100 * num_accepted / num_tokens:.1f}%"
 
 
 def _describe_offload(num_blocks: int) -> str:
-    """Empty if no block came back."""
+    """Return "" if no block was copied back."""
     return f", KV blocks copied back: {num_blocks}" if num_blocks else ""

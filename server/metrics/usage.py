@@ -1,4 +1,4 @@
-"""Requests and tokens by API key and by LoRA adapter, for bills and quotas. The number of labels is bounded."""
+"""Requests and tokens by API key and by LoRA adapter, for billing and quotas. The number of labels is bounded."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from serve_llm.common.types import Request
 
-MAX_LABELS = 100  # further keys or adapters count together
+MAX_LABELS = 100  # further keys or adapters are counted together
 OTHERS = "others"
 
 
 @dataclass
 class UsageTotals:
     num_requests: int = 0  # choices that ended, whatever the reason
-    prompt_tokens: int = 0  # those of computed prompts; once, however many choices a prompt has
+    prompt_tokens: int = 0  # prompt tokens; a prompt counts once, however many choices it has
     generation_tokens: int = 0  # computed for these choices
 
 
@@ -26,8 +26,8 @@ class UsageCounter:
         self._usages = {OTHERS: UsageTotals()}  # so that the metrics exist from the start
 
     def count(self, label: str, prompt_tokens: int, generation_tokens: int) -> None:
-        """Count one choice. With too many labels already, a new one takes the place of the oldest that is not in use,
-        and counts as OTHERS if all are."""
+        """Count one choice. If there are too many labels, a new one replaces the oldest that is not in use, or counts
+        as OTHERS if all are in use."""
         if label not in self._usages and len(self._usages) > MAX_LABELS and not self._drop_oldest():
             label = OTHERS
         usage = self._usages.setdefault(label, UsageTotals())
@@ -50,18 +50,18 @@ class UsageCounter:
 
 
 class UsageMeter:
-    """What the requests of all engines and front ends used, counted when they end."""
+    """Usage of the requests of all engines and front ends, counted when they end."""
 
     def __init__(self) -> None:
         self.by_key = UsageCounter()  # by the index of the API key; "0" without keys
-        self.by_adapter = UsageCounter()  # by name; the base model is not in it
+        self.by_adapter = UsageCounter()  # by name, without the base model
 
     def watch_adapters(self, loaded: Container[str]) -> None:
         """loaded: the names of the adapters that are served now; it changes with them."""
         self.by_adapter.current = loaded
 
     def count(self, request: Request, num_generated: int | None) -> None:
-        """Count a request that has ended. num_generated: tokens received; None if it has had no output."""
+        """Count a request that has ended. num_generated: tokens received; None if there was no output."""
         was_computed = num_generated is not None and request.sampling.choice == 0
         prompt_tokens = len(request.prompt_ids) if was_computed else 0
         self.by_key.count(str(request.tenant), prompt_tokens, num_generated or 0)

@@ -1,6 +1,6 @@
-"""`ChatTurn`: a conversation to be answered, in the form into which every chat route and `LLM.chat` bring theirs.
+"""`ChatTurn`: a conversation to answer, in the common form of all chat routes and `LLM.chat`.
 
-Nothing here knows the shape of a request's body.
+Independent of the shape of request bodies.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.structured_output.turn_form import TurnForm
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names under which templates look for the reasoning of earlier turns."""
+"""Names that templates use for the reasoning of earlier turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTurn:
-    """messages: as `prompt.messages.plain_messages` returns them. The params are how errors name the messages and
+    """messages: from `prompt.messages.plain_messages`. param, max_tokens_param: how errors name the messages and
     `params.max_tokens`."""
 
     messages: Sequence[Message]
@@ -42,14 +42,14 @@ class ChatTurn:
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # beyond those that the template writes
+    add_special_tokens: bool = False  # in addition to those that the template writes
     chat_template: str | None = None  # instead of the model's own
     chat_template_kwargs: Mapping[str, object] | None = None
     priority: int = 0
     cache_salt: str = ""
     param: str = "messages"
     max_tokens_param: str = "max_tokens"
-    default_max_tokens: int | None = None  # upper bound where `params.max_tokens` is None
+    default_max_tokens: int | None = None  # upper bound if `params.max_tokens` is None
 
     @property
     def offers_calls(self) -> bool:
@@ -58,7 +58,7 @@ class ChatTurn:
 
 
 def prepare_turn(turn: ChatTurn, context: Context) -> tuple[str, TextRequest]:
-    """The prompt's text, and the request that the engine can accept. Raises InvalidRequest, NeedsWorker."""
+    """Render the prompt and build the request for the engine. Raises InvalidRequest, NeedsWorker."""
     params = turn.params
     text = render_turn(turn, context)
     reply = _build_reply_format(turn, text, context)
@@ -93,13 +93,13 @@ def prepare_turn(turn: ChatTurn, context: Context) -> tuple[str, TextRequest]:
 
 
 def render_turn(turn: ChatTurn, context: Context) -> str:
-    """The prompt's text. Raises InvalidRequest, NeedsWorker."""
+    """Render the prompt. Raises InvalidRequest, NeedsWorker."""
     if not turn.messages:
         raise InvalidRequest(f"{turn.param} must not be empty", turn.param)
     template = _choose_template(turn, context)
     kwargs: dict[str, object] = {}
     if turn.reasoning_effort is not None:
-        # Templates know one of these switches, if any.
+        # A template reads at most one of these switches.
         thinks = turn.reasoning_effort != "none"
         kwargs = {"reasoning_effort": turn.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
     if turn.documents:
@@ -129,7 +129,7 @@ def _choose_template(turn: ChatTurn, context: Context) -> ChatTemplate:
 
 
 def _name_reasoning(message: Message, template: ChatTemplate) -> Message:
-    """The message with its reasoning under the name that the template uses."""
+    """Move the message's reasoning to the name that the template uses."""
     if "reasoning" not in message:
         return message
     name = next((name for name in REASONING_FIELDS if name in template.message_fields), "reasoning")
@@ -137,7 +137,7 @@ def _name_reasoning(message: Message, template: ChatTemplate) -> Message:
 
 
 def _describe_tool(tool: Tool) -> dict[str, object]:
-    """The tool as templates take it."""
+    """Convert the tool to the form that templates expect."""
     function: dict[str, object] = {"name": tool.name, "parameters": tool.parameters}
     if tool.description:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
@@ -145,7 +145,7 @@ def _describe_tool(tool: Tool) -> dict[str, object]:
 
 
 def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFormat | None:
-    """None if all that the model writes is content. Raises Unsupported."""
+    """Return None if everything that the model writes is content. Raises Unsupported."""
     dialect = context.model.dialect
     if turn.offers_calls and (dialect is None or dialect.calls is None):
         raise Unsupported(
@@ -173,7 +173,8 @@ def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFor
 
 
 def _find_grammar(turn: ChatTurn, reply: ReplyFormat | None, context: Context) -> str:
-    """What the text must satisfy; empty if anything will do. Raises InvalidRequest, GrammarNeeded."""
+    """The grammar that the text must satisfy; empty if there is no restriction. Raises InvalidRequest,
+    GrammarNeeded."""
     wanted = turn.params.structured_outputs
     if reply is None:
         return "" if wanted is None else context.find_grammar(wanted)
@@ -193,9 +194,9 @@ def _find_grammar(turn: ChatTurn, reply: ReplyFormat | None, context: Context) -
 
 
 def drop_budget(params: SamplingParams, param: str | None, model: ServedModel) -> list[str]:
-    """Take out a thinking budget that a client names as a hint, where no reasoning is known to spend it.
+    """Remove a thinking budget given as a hint if the model has no known reasoning format.
 
-    param: the field that holds it; None: there is none, or it is no hint. Returns what had no effect."""
+    param: the field of the hint; None if there is none or the budget is no hint. Returns the fields without effect."""
     if param is None or (model.dialect is not None and model.dialect.reasoning is not None):
         return []
     params.thinking_token_budget = None
@@ -210,7 +211,7 @@ def _build_thinking_budget(turn: ChatTurn, reply: ReplyFormat, model: ServedMode
     calls = model.dialect.calls
 
     def encode(*delimiters: Delimiter) -> list[tuple[int, ...]]:
-        # The whitespace around a delimiter is the model's to choose.
+        # The model may choose the whitespace around a delimiter.
         forms = [form.strip() for delimiter in delimiters for form in get_forms(delimiter)]
         return [tuple(model.tokenizer.encode(form, add_special_tokens=False)) for form in forms if form]
 
@@ -220,7 +221,7 @@ def _build_thinking_budget(turn: ChatTurn, reply: ReplyFormat, model: ServedMode
     if calls is not None:
         call_open_ids = encode(calls.section_open) or encode(calls.open)
         call_close_ids = encode(calls.section_close) or encode(calls.close)
-    # Content with a form holds what reads like a delimiter only inside strings.
+    # Structured content can contain a delimiter's text only inside strings.
     repeats = reasoning.repeats and turn.params.structured_outputs is None
     return ThinkingBudget(
         num_tokens=budget,
@@ -236,5 +237,5 @@ def _build_thinking_budget(turn: ChatTurn, reply: ReplyFormat, model: ServedMode
 
 
 def _count_tokens_with_logprobs(params: SamplingParams, max_logprobs: int) -> int:
-    """Tokens per choice whose log-probabilities fit the limit: the default of max_tokens where it is unlimited else."""
+    """Tokens per choice whose log-probabilities fit the limit: the default of max_tokens if there is no other limit."""
     return max(1, max_logprobs // (((params.most_logprobs or 0) + 1) * params.n))

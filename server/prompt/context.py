@@ -1,4 +1,4 @@
-"""What the jobs of `prompt.jobs` need besides a body, and how they ask for a worker process."""
+"""What the jobs of `prompt.jobs` need besides a body, and how they request a worker process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Context(NamedTuple):
     limits: Limits
     trusts_templates: bool = False  # requests may contain chat templates
     is_worker: bool = False  # the job runs in a worker process
-    ignores_unknown_fields: bool = False  # in the bodies that `parse_openai_body` reads
-    grammars: GrammarCompiler | None = None  # only workers compile with it; the server uses its cache
+    ignores_unknown_fields: bool = False  # in bodies read by `parse_openai_body`
+    grammars: GrammarCompiler | None = None  # only workers compile; the server uses its cache
 
     def find_grammar(self, source: GrammarSource) -> str:
         """The compiled grammar. Raises InvalidRequest, GrammarNeeded."""

@@ -1,4 +1,4 @@
-"""Custom tools, whose calls carry a text. To the model they are functions with one argument."""
+"""Custom tools, which take plain text. The model sees them as functions with one argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUSTOM_INPUT = "input"
 """The one argument of a function that represents a custom tool."""
 
 _OPEN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
-# Characters of a JSON string that are whole, whatever follows them. A high surrogate waits for the low one.
+# Characters of a JSON string that are complete regardless of what follows. A high surrogate needs its low one.
 _WHOLE = re.compile(
     r"""(?:[^"\\]
     |\\[^u]
@@ -48,9 +48,9 @@ def wrap_input(text: dict[str, object]) -> dict[str, object]:
 
 
 class CustomInputReader:
-    """Reads the text of one call out of its arguments while they are written.
+    """Extracts the text of one call from its arguments while they are generated.
 
-    Arguments that do not begin as those of a custom tool are passed on as they are.
+    Arguments that do not begin like those of a custom tool are passed on unchanged.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class CustomInputReader:
         self._is_closed = False
 
     def push(self, arguments: str) -> str:
-        """The text that more of the arguments' JSON makes certain."""
+        """Add more of the arguments' JSON. Returns the text that is now complete."""
         if self._is_closed:
             return ""
         self._buffer += arguments
@@ -76,7 +76,7 @@ class CustomInputReader:
         return _decode(whole[0])
 
     def finish(self) -> str:
-        """The rest, when the call has ended or was cut."""
+        """Return the remaining text, once the call has ended or was truncated."""
         rest = "" if self._is_text else self._buffer
         self._is_closed = True
         self._buffer = ""
@@ -90,6 +90,6 @@ def read_custom_input(arguments: str) -> str:
 
 
 def _decode(characters: str) -> str:
-    """The text of a JSON string's characters. Halves of surrogate pairs, which no UTF-8 can hold, become U+FFFD."""
+    """Decode a JSON string's characters. Lone surrogates, which UTF-8 cannot represent, become U+FFFD."""
     text: str = json.loads(f'"{characters}"', strict=False)
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

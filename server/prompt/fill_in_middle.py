@@ -1,4 +1,4 @@
-"""Prompts for a text between two others, in the form that the model was trained with: known by its tokens."""
+"""Fill-in-the-middle prompts, in the form that the model was trained with, which its special tokens reveal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from serve_llm.server.prompt.tokenizer import Tokenizer
 
-_ANCHOR = "\u263a"  # before a text, so that it is encoded as it is within one
+_ANCHOR = "\u263a"  # put before a text, so that it is encoded as in the middle of one
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ _ENDS = (
     "<repo_name>",
     "\u2581<EOT>",
 )
-"""Tokens with which models end such a text, beside their end-of-sequence ids."""
+"""Tokens that end such a text, besides the end-of-sequence ids."""
 
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """Ids of the markers of one model, and those that end the text."""
+    """One model's marker ids, and the ids that end the text."""
 
     prefix_id: int
     suffix_id: int
@@ -75,7 +75,7 @@ class FillInMiddle:
 
 
 def find_fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
-    """None if the tokenizer has no tokens for it."""
+    """Return None if the tokenizer lacks the tokens."""
     vocabulary: Mapping[str, int] = tokenizer.rust.get_vocab(with_added_tokens=True)
     for form in _FORMS:
         if all(name in vocabulary for name in (form.prefix, form.suffix, form.middle) if name):
@@ -91,7 +91,7 @@ def find_fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
 
 
 def _encode_within(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a text without the space that sentencepiece puts at the beginning of a whole text."""
+    """Encode a text without the space that sentencepiece adds at the beginning."""
     anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False)
     ids = tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
     if ids[: len(anchor)] == anchor:

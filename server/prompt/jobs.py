@@ -1,6 +1,6 @@
 """Turn request bodies into validated requests: one function per kind of request, run by `prompt.pool`.
 
-All work whose cost depends on what the client sent happens here: parsing, template, tokenizing, checks.
+All work whose cost depends on client input happens here: parsing, templates, tokenizing, checks.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Generate(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool = False
     return_metrics: bool = False
     request_id: str = ""  # for the response's id
-    opening_text: str = ""  # to put before the content of every choice
-    ignored_fields: list[str] = []  # parts of the body that had no effect
+    opening_text: str = ""  # put before the content of every choice
+    ignored_fields: list[str] = []  # parts of the body without effect
     echo: dict[str, object] = {}  # fields of a response that repeat the request
     tool_items: dict[str, ToolItem] = {}  # by the name that the model calls; in chat, custom tools only
     encrypts_reasoning: bool = False  # reasoning items hold an opaque copy of their text
@@ -69,14 +69,14 @@ class TokenCount(msgspec.Struct):
 
 
 class References(msgspec.Struct):
-    """What a body of the Responses API refers to in the store."""
+    """The stored objects that a body of the Responses API refers to."""
 
     previous_id: str | None = None
     item_ids: list[str] = []
 
 
 class StoredContext(msgspec.Struct):
-    """A body of the Responses API with what the store holds of it. Items are JSON."""
+    """A body of the Responses API with the stored objects that it refers to. Items are JSON."""
 
     body: bytes
     response_id: str  # without prefix
@@ -186,19 +186,19 @@ class _ReferenceFields(msgspec.Struct):
 
 
 def response_references(content: bytes, context: Context) -> References:
-    """Empty for a body that is not valid: the job that follows says why."""
+    """Returns nothing for an invalid body; the job that follows reports the error."""
     try:
         fields = msgspec.json.decode(content, type=_ReferenceFields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return References()
     heads = [] if isinstance(fields.input, str) else fields.input
-    # A reference may lack its type. What else lacks it stays as it is.
+    # A reference may lack its type. Other items without a type stay unchanged.
     item_ids = [head.id for head in heads if head.type in (None, "item_reference") and isinstance(head.id, str)]
     return References(fields.previous_response_id, item_ids[: context.limits.messages])
 
 
 def _resolve(body: InputTokensRequest, stored: StoredContext) -> list[dict[str, object]] | None:
-    """Put the items that the body refers to into its input. Returns the conversation so far."""
+    """Replace references in the body's input by the stored items. Returns the conversation so far."""
     if not isinstance(body.input, str):
         body.input = [_find_item(item, stored.items) for item in body.input]
     if stored.history is None:
@@ -315,7 +315,7 @@ def _find_fill_in_middle(context: Context, param: str) -> FillInMiddle:
 
 
 def _add_end_ids(params: SamplingParams, fill_in_middle: FillInMiddle, context: Context) -> SamplingParams:
-    """The parameters with the ids that end such a text."""
+    """Add the ids that end such a text to the parameters."""
     end_ids = [end_id for end_id in fill_in_middle.end_ids if end_id < context.facts.vocab_size]
     return msgspec.structs.replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *end_ids])
 
@@ -330,7 +330,7 @@ def grammar(content: bytes, context: Context) -> Grammar:
 
 
 def warm(content: bytes, context: Context) -> Text:
-    """Load what the first grammar needs."""
+    """Load what is needed to compile grammars."""
     assert context.grammars is not None
     context.grammars.load_tokenizer()
     return Text("")
@@ -367,7 +367,7 @@ JOBS: dict[str, Callable[[bytes, Context], msgspec.Struct]] = {
 def _count_prompt(
     kind: type[CountTokensRequest] | type[InputTokensRequest], content: bytes, context: Context
 ) -> TokenCount:
-    """The tokens of the prompt that a body becomes."""
+    """Tokenize the prompt of a body."""
     body, ignored = parse_lenient_body(kind, content, context.limits)
     context.model.check_name(body.model)
     turn, skipped = body.to_turn(SamplingParams(), context.limits)

@@ -1,4 +1,4 @@
-"""Turn the messages of a conversation into what chat templates expect."""
+"""Convert the messages of a conversation to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TEXT_FIELDS: dict[object, str] = {
 
 
 def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
-    """Messages without null fields, with contents as a text or as parts of type text, arguments of tool calls as
-    objects, and the reasoning of earlier turns as `reasoning`. Other fields stay as they are.
+    """Drop null fields, convert contents to a text or to parts of type text, arguments of tool calls to objects, and
+    the reasoning of earlier turns to `reasoning`. Other fields stay unchanged.
 
     Raises Unsupported, InvalidRequest.
     """
@@ -128,7 +128,7 @@ def _parse_custom_call(call: Mapping[str, object], custom: object, param: str) -
 
 
 def begins_object(text: str) -> bool:
-    """Whether the text is a JSON object that was cut."""
+    """Whether the text is a truncated JSON object."""
     if not text.lstrip().startswith("{"):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The text side of the served model: names, tokenizer, chat template, sampling defaults, read once at start."""
+"""The text side of the served model: names, tokenizer, chat template and sampling defaults, read once at start-up."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ class ServedModel:
     eos_ids: tuple[int, ...]  # end a text
     defaults: dict[str, float]  # fields of SamplingParams, from generation_config.json
     vectors: VectorSettings
-    dialect: Dialect | None = None  # how the model writes reasoning and calls; None: all its text is content
+    dialect: Dialect | None = None  # how the model writes reasoning and tool calls; None: all text is content
     dialect_source: str = ""  # where it comes from, for the log
-    fill_in_middle: FillInMiddle | None = None  # None: the model has no tokens for it
+    fill_in_middle: FillInMiddle | None = None  # None if the model has no tokens for it
     tokenizer_class: str | None = None  # as tokenizer_config.json names it
-    turn_header: str = ""  # what the template writes before a turn of the model
-    ignored_defaults: tuple[str, ...] = ()  # what is wrong with values of generation_config.json
+    turn_header: str = ""  # written by the template before a turn of the model
+    ignored_defaults: tuple[str, ...] = ()  # problems with values of generation_config.json
     adapters: dict[str, Adapter] = field(default_factory=dict)  # by name; changes while the server runs
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether the text that the model adds to `prompt` begins inside its reasoning."""
+        """Whether the text that follows `prompt` begins inside the model's reasoning."""
         return self.dialect is not None and opens_reasoning(self.dialect, prompt, self.turn_header)
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn: `eos_ids`, and the tokens that the dialect names."""
+        """The ids that end a turn: `eos_ids` and those of the dialect."""
         ends = () if self.dialect is None else self.dialect.ends
         added = self.tokenizer.added_tokens
         return tuple(dict.fromkeys((*self.eos_ids, *(added[end] for end in ends if end in added))))
 
     @property
     def spelled_ends(self) -> tuple[str, ...]:
-        """What the dialect names as the end of a turn, without the tokens."""
+        """The dialect's ends of a turn that are plain text, not tokens."""
         ends = () if self.dialect is None else self.dialect.ends
         return tuple(end for end in ends if end not in self.tokenizer.added_tokens)
 
     def log_findings(self) -> None:
-        """Log the dialect, with the verdict of its self-check, and the defaults that are ignored. For the process that
-        serves: others load the model too."""
+        """Log the dialect with the result of its self-check, and the ignored defaults. Only for the serving process,
+        because others load the model too."""
         logger.info(describe_dialect(self.dialect, self.dialect_source, self.template))
         for reason in self.ignored_defaults:
             logger.warning("%s: %s; it is ignored", self.directory / _GENERATION_CONFIG, reason)
 
     def check_name(self, name: str | None) -> str:
-        """The model name for the reply, which may be that of an adapter; None means the served model. Raises
-        ModelNotFound."""
+        """Return the model name for the response, which may be an adapter's. name: None for the served model.
+        Raises ModelNotFound."""
         if name is None:
             return self.names[0]
         if name not in self.names and name not in self.adapters:
@@ -81,7 +81,7 @@ class ServedModel:
         return name
 
     def find_adapter(self, name: str) -> Adapter | None:
-        """The adapter that a name stands for; None for the base model. Raises ModelNotFound."""
+        """Return the adapter with this name; None for the base model. Raises ModelNotFound."""
         return None if name in self.names else self.adapters[self.check_name(name)]
 
     @classmethod
@@ -121,7 +121,7 @@ def _optional_json(path: Path) -> dict[str, object]:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path) -> None:
-    """Raise ModelError if the tokenizer has ids outside the model's vocabulary. Added tokens may be outside."""
+    """Raise ModelError if the tokenizer has ids outside the model's vocabulary. Added tokens are exempt."""
     highest = max(tokenizer.rust.get_vocab(with_added_tokens=False).values(), default=0)
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise ModelError(
@@ -140,7 +140,8 @@ def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer
 
 
 def _read_defaults(generation: dict[str, object]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """(values for fields that requests omit, why others are ignored: no request may have them). Raises ModelError."""
+    """Return defaults for fields that requests omit, and messages about invalid ones, which are ignored. Raises
+    ModelError."""
     defaults: dict[str, float] = {}
     ignored = []
     for name in _DEFAULTED:

@@ -1,8 +1,8 @@
 """Run the jobs of `prompt.jobs`: small ones in this process, large or untrusted ones in worker processes, so that no
 request body blocks the streams of other requests.
 
-Threads would not do: they share the interpreter's lock with the event loop and cannot be killed. A worker process
-(`prompt.worker`) kills itself when a job takes too long; another one is started at once.
+Threads would not work, because they share the interpreter's lock with the event loop and cannot be killed. A worker
+process (`prompt.worker`) kills itself when a job takes too long, and is replaced immediately.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SMALL_BYTES = 8192  # bodies up to this size run in this process; they take abou
 MAX_JOBS = 256  # running and waiting
 MAX_WAIT_SECONDS = 10.0  # longest estimated wait for a worker
 START_SECONDS = 60.0  # for a worker's imports and the tokenizer
-GRAMMAR_SECONDS = 1.5  # the part of a job's time that a grammar may take to compile
-GRACE_SECONDS = 0.5  # added to a job's time, so that the worker's own alarm fires first
+GRAMMAR_SECONDS = 1.5  # fraction of a job's time limit that compiling a grammar may take
+GRACE_SECONDS = 0.5  # added to a job's time limit, so that the worker's own alarm fires first
 NO_PLACE = GrammarError("")  # the whole grammar
 LENGTH = struct.Struct(">I")  # precedes each message: its length in bytes
 
@@ -88,14 +88,14 @@ class JobFailed(msgspec.Struct, array_like=True, tag=True):
 
 
 class GrammarLookup(msgspec.Struct, array_like=True, tag=True):
-    """The job needs a grammar. The pool sends what it has cached, a Grammar or None; the worker compiles it then."""
+    """The job needs a grammar. The pool replies with a cached Grammar or None, in which case the worker compiles it."""
 
     key: bytes
     param: str  # for an error about it
 
 
 class GrammarBegun(msgspec.Struct, array_like=True, tag=True):
-    """The worker compiles the grammar of a GrammarLookup: what to name if it has to be killed."""
+    """The worker begins to compile the grammar of a GrammarLookup, which is named if the worker must be killed."""
 
     pointer: str
     keyword: str | None
@@ -109,7 +109,7 @@ class GrammarCompiled(msgspec.Struct, array_like=True, tag=True):
 
 
 class TokenizerLoading(msgspec.Struct, array_like=True, tag=True):
-    """The worker loads the tokenizer of grammars, which takes time that is not the job's."""
+    """The worker loads the tokenizer of grammars, which does not count towards the job's time limit."""
 
 
 JobReply = JobDone | JobRefused | JobFailed
@@ -137,7 +137,7 @@ class PromptPool:
         self.grammars = compiler.cache  # what workers compiled
         self._setup = WorkerSetup(str(context.model.directory), options, context.facts)
         self._seconds = context.limits.prompt_seconds
-        # At least 3 on few cores too: hostile requests may keep some of them busy.
+        # At least 3 even on few cores, because hostile requests may keep some busy.
         self._size = max(3, min(4, (os.cpu_count() or 1) // 2))
         self._threads: ThreadPoolExecutor | None = None
         self._local = threading.local()  # each thread has its own worker
@@ -147,7 +147,7 @@ class PromptPool:
         self._is_closed = False
 
     def start_first_worker(self) -> None:
-        """Start one worker in the background, so that the first large request or grammar does not wait for it."""
+        """Start one worker in the background, so that it is ready for the first large request or grammar."""
         self._executor().submit(self._warm_worker)
 
     def _warm_worker(self) -> None:
@@ -155,7 +155,7 @@ class PromptPool:
         worker.run(Job("warm", b""), self._seconds, self.grammars)
 
     async def run(self, kind: str, content: bytes, result: type[Result], deadline: float | None = None) -> Result:
-        """What `JOBS[kind]` returns for a request body.
+        """Return the result of `JOBS[kind]` for a request body.
 
         deadline: latest start of the job in a worker, in time.perf_counter() seconds. Raises RequestError:
         DeadlineExceeded past the deadline, Unavailable when too many jobs wait."""
@@ -177,7 +177,7 @@ class PromptPool:
         return done
 
     async def _compile(self, source: GrammarSource, deadline: float | None) -> None:
-        """Have a worker compile a grammar, and keep it or the error."""
+        """Compile a grammar in a worker, and cache the grammar or its error."""
         content = encode_source(source)
         key = compute_key(source)
         try:
@@ -185,7 +185,7 @@ class PromptPool:
         except InvalidRequest as error:  # the worker was killed
             if error.param is None:
                 refusal = build_death_refusal(name_param(source), NO_PLACE, error.message)
-            else:  # it was compiling, perhaps a part with a parameter of its own
+            else:  # it was compiling, perhaps a part with its own parameter
                 refusal = Grammar(error=error.message, param=error.param)
             found = self.grammars.get(key) or refusal
         self.grammars.put(key, found)
@@ -221,7 +221,7 @@ class PromptPool:
         return self._threads
 
     def _get_worker(self) -> PromptWorker:
-        """The worker of this thread, started if it has none that is usable. Raises Unavailable."""
+        """Return this thread's worker, starting one if necessary. Raises Unavailable."""
         worker: PromptWorker | None = getattr(self._local, "worker", None)
         if worker is None or not worker.is_usable:
             worker = self._launch_worker()
@@ -229,7 +229,7 @@ class PromptPool:
         return worker
 
     def _launch_worker(self) -> PromptWorker:
-        """Start a worker for this thread, without waiting for it."""
+        """Start a worker for this thread without waiting until it is ready."""
         worker: PromptWorker | None = getattr(self._local, "worker", None)
         if worker is not None:
             worker.kill()
@@ -245,7 +245,7 @@ class PromptPool:
         worker = self._get_worker()
         began = time.perf_counter()
         if deadline is not None and began > deadline:
-            raise DeadlineExceeded("the request's time was over before it was parsed")
+            raise DeadlineExceeded("the deadline passed before the request was parsed")
         try:
             return worker.run(job, self._seconds, self.grammars)
         except TimeoutError:
@@ -259,7 +259,7 @@ class PromptPool:
             self._job_seconds = 0.7 * self._job_seconds + 0.3 * (time.perf_counter() - began)
 
     def _explain_death(self, worker: PromptWorker, message: str, grammar_reason: str) -> InvalidRequest:
-        """The error of a job whose worker was killed. A grammar that it was compiling is not tried again."""
+        """Build the error of a job whose worker was killed. A grammar that was being compiled is not tried again."""
         lookup = worker.compiling
         error = InvalidRequest(message)
         if lookup is not None:
@@ -268,7 +268,7 @@ class PromptPool:
             error = InvalidRequest(refusal.error, refusal.param)
         if not self._is_closed:
             with contextlib.suppress(OSError):  # the next job tries again
-                self._launch_worker()  # now, so that it is ready for the next job
+                self._launch_worker()  # start it now, so that it is ready for the next job
         return error
 
 
@@ -278,16 +278,16 @@ class PromptWorker:
 
     def __init__(self, setup: WorkerSetup) -> None:
         command = [sys.executable, "-P", "-m", "serve_llm.server.prompt.worker"]
-        # In a session of its own, which the terminal's Ctrl-C does not reach.
+        # In a new session, which the terminal's Ctrl-C does not reach.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
         self._is_killed = False
-        self._received = bytearray()  # and not used yet
+        self._received = bytearray()  # not used yet
         self.compiling: GrammarLookup | None = None  # the grammar that is being compiled
         self.largest = NO_PLACE  # names the largest part of that grammar
         self._is_ready = False
-        with contextlib.suppress(OSError):  # it ended; `wait_until_ready` says so
+        with contextlib.suppress(OSError):  # it has ended, which `wait_until_ready` reports
             self._send(msgspec.msgpack.encode(setup))
 
     @property
@@ -308,7 +308,7 @@ class PromptWorker:
     def run(self, job: Job, seconds: float, grammars: GrammarCache) -> JobReply:
         """Run a job. Raises TimeoutError when it takes longer, EOFError or OSError when the process dies.
 
-        After an exception the process is gone, and `compiling` is the grammar that it was compiling.
+        After an exception the process is gone, and `compiling` holds the grammar that it was compiling.
         """
         self.compiling = None
         deadline = time.monotonic() + seconds + GRACE_SECONDS

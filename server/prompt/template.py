@@ -41,7 +41,7 @@ PROBE_TOOL: dict[str, object] = {
         },
     },
 }
-"""A tool by which templates are tried."""
+"""A tool for probing templates."""
 
 _PROBE_CONTENT = "probe content"
 
@@ -70,7 +70,7 @@ class ChatTemplate:
 
     @classmethod
     def from_request(cls, source: str, named_tokens: Mapping[str, str]) -> ChatTemplate:
-        """A template that a client sent. Raises InvalidRequest when it is not valid."""
+        """Compile a template from a client. Raises InvalidRequest if it is invalid."""
         try:
             return cls(source, named_tokens)
         except ModelError as error:
@@ -93,7 +93,7 @@ class ChatTemplate:
         """
         if tools:
             kwargs = {**(kwargs or {}), "tools": tools}
-            if "python_tools" not in kwargs:  # SmolLM3 has tools under one of two names, instead of `tools`
+            if "python_tools" not in kwargs:  # SmolLM3 uses one of two other names instead of `tools`
                 kwargs.setdefault("xml_tools", tools)
         if any(message.get("tool_calls") for message in messages) and self.wants_argument_text:
             messages = [_write_arguments(message) for message in messages]
@@ -105,13 +105,13 @@ class ChatTemplate:
             text = self._render([*messages[:-1], last], False, kwargs, max_characters)
             before, has_mark, after = text.rpartition(mark)
             if not has_mark:
-                raise InvalidRequest("the chat template omits the message to be continued", "messages")
+                raise InvalidRequest("the chat template does not render the message to be continued", "messages")
             return before if after.startswith(" ") else before.rstrip()
         return self._render(messages, add_generation_prompt, kwargs, max_characters)
 
     @functools.cached_property
     def shows_tools(self) -> bool:
-        """Whether tools are part of the prompt. If not, the model cannot know of them."""
+        """Whether tools become part of the prompt. Otherwise, the model cannot know about them."""
         user: Message = {"role": "user", "content": "?"}
         system: Message = {"role": "system", "content": "!"}
         for messages in ([user], [system, user]):
@@ -122,7 +122,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def wants_argument_text(self) -> bool:
-        """Whether the template takes the arguments of calls as JSON text only, instead of an object."""
+        """Whether the template requires the arguments of calls as JSON text instead of an object."""
         arguments = {"key": "value"}
         as_text = self._try_arguments(json.dumps(arguments))
         as_object = self._try_arguments(arguments)
@@ -132,20 +132,21 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_parts_only(self) -> bool:
-        """Whether contents must be lists of parts: a text would be left out, or be walked character by character."""
+        """Whether contents must be lists of parts, because a text would be dropped or iterated character by
+        character."""
         part = {"type": "text", "text": _PROBE_CONTENT}
         return not self._shows_content(_PROBE_CONTENT) and self._shows_content([part])
 
     def _shows_content(self, content: object) -> bool:
-        """Whether a user's content is part of the prompt as it is."""
+        """Whether a user's content appears unchanged in the prompt."""
         with contextlib.suppress(InvalidRequest):
             found = self._render([{"role": "user", "content": content}], True, None, sys.maxsize)
             return _PROBE_CONTENT in found and "'text'" not in found and '"text"' not in found
         return False
 
     def _choose_content(self, message: Message) -> Message:
-        """The message with its content in the form that the template takes: parts are joined as lines, unless it reads
-        more of them than their text."""
+        """Convert the message's content to the form that the template takes: parts are joined as lines, unless the
+        template reads more than their text."""
         content = message.get("content")
         if isinstance(content, list):
             fields = {name for part in content for name in part} - {"type", "text"}
@@ -156,7 +157,7 @@ class ChatTemplate:
         return message if content is message.get("content") else {**message, "content": content}
 
     def _try_arguments(self, arguments: object) -> str | None:
-        """A prompt with a call. None if the template refuses it."""
+        """Render a prompt with a call. Returns None if the template rejects it."""
         call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
         messages: list[Message] = [
             {"role": "user", "content": "?"},
@@ -284,7 +285,7 @@ def _write_arguments(message: Message) -> Message:
 
 
 def _list_names(tree: nodes.Template) -> frozenset[str]:
-    """Names of attributes and keys that a template may look up, and any other constant texts."""
+    """Collect the names of attributes and keys that a template may look up, and all other constant texts."""
     attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
     return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
 

@@ -1,4 +1,4 @@
-"""Jobs that generate nothing: texts to ids and back, and the kind of a request. See `prompt.jobs`."""
+"""Jobs without generation: text to ids and back, and finding the kind of a request. See `prompt.jobs`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 
 class Tokens(msgspec.Struct):
     ids: list[int]
-    names: list[str] | None = None  # one per id, as the vocabulary writes it
+    names: list[str] | None = None  # one per id, as in the vocabulary
     ignored_fields: list[str] = []
 
 
@@ -52,7 +52,7 @@ def detokenize(content: bytes, context: Context) -> Text:
 
 
 def find_route(content: bytes, context: Context) -> RouteName:
-    """The kind of request that a body of /invocations is, by its fields."""
+    """Find the kind of a request to /invocations by its fields."""
     fields = {name for name, value in read_fields(content, context.limits).items() if value is not None}
     if "messages" in fields and context.facts.generates:
         return RouteName("chat")

@@ -52,7 +52,7 @@ class _DecoderStep(msgspec.Struct):
 
 
 class Decoding(msgspec.Struct, frozen=True):
-    """How ids become text, for tokenizers whose text is the concatenation of each token's bytes."""
+    """How ids become text, for tokenizers whose text is the concatenation of the tokens' bytes."""
 
     byte_level: bool  # GPT-2's byte characters; otherwise sentencepiece's space mark
     byte_fallback: bool  # a token named <0x41> is that byte
@@ -61,12 +61,12 @@ class Decoding(msgspec.Struct, frozen=True):
 
 class Tokenizer:
     """added_tokens: id by text, of tokens beside the vocabulary. special_ids: those that `decode` skips by default.
-    begin_id: what `encode` puts before every text, if anything. eos_id: the tokenizer's end-of-sequence id, if any.
-    named_tokens: bos_token, eos_token, ... as chat templates name them. longest_token: most characters of a text that
-    one token stands for; None where a token may stand for any number, or for none: of an unknown word, of spaces."""
+    begin_id: the id that `encode` puts before every text, if any. eos_id: the tokenizer's end-of-sequence id, if any.
+    named_tokens: bos_token, eos_token, ... as chat templates name them. longest_token: the most characters that one
+    token can represent; None if unlimited, as for unknown words or runs of spaces."""
 
     def __init__(self, rust: RustTokenizer, named_tokens: dict[str, str]) -> None:
-        rust.no_truncation()  # some tokenizer.json files contain settings of their training
+        rust.no_truncation()  # some tokenizer.json files contain training settings
         rust.no_padding()
         self.rust = rust
         self.named_tokens = named_tokens
@@ -90,17 +90,17 @@ class Tokenizer:
         return self.encode("x", add_special_tokens=True)[0] if 0 in self.find_added_positions("x") else None
 
     def find_added_positions(self, text: str) -> list[int]:
-        """Where the ids of `encode(text, add_special_tokens=True)` hold tokens that are not part of the text."""
+        """The positions of tokens in `encode(text, add_special_tokens=True)` that are not part of the text."""
         mask = self.rust.encode_batch([text], add_special_tokens=True)[0].special_tokens_mask
         return [position for position, is_added in enumerate(mask) if is_added]
 
     def encode_truncated(
         self, texts: Sequence[tuple[str, str | None]], max_tokens: int, side: Side, add_special_tokens: bool
     ) -> list[Encoded]:
-        """Ids of each text, or pair of texts, cut on this side to at most `max_tokens`, special tokens included. Texts
-        are encoded in parallel.
+        """Encode texts, or pairs of texts, in parallel. Truncates each on the given side to at most `max_tokens`,
+        special tokens included.
 
-        Of a pair the longer text is cut first.
+        In a pair, the longer text is truncated first.
         """
         flat = [text for pair in texts for text in pair if text is not None]
         encodings = iter(self.rust.encode_batch(flat, add_special_tokens=False))
@@ -121,7 +121,7 @@ class Tokenizer:
         return encoded
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids, without unknown ids. Releases the GIL."""
+        """Decode ids; unknown ids are skipped. Releases the GIL."""
         text: str = self.rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return text
 
@@ -147,12 +147,12 @@ class Tokenizer:
         return self.rust.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
-        """A token as logprobs show it; incomplete characters become U+FFFD."""
+        """A token as shown in logprobs; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _share_room(first: int, second: int, room: int) -> tuple[int, int]:
-    """Tokens kept of two texts of these lengths that are longer than `room` together: the longer one is cut first."""
+    """How many tokens to keep of two texts that together exceed `room`: the longer one is truncated first."""
     half = room // 2
     if first <= half:
         return first, room - first
@@ -162,7 +162,7 @@ def _share_room(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def _read_decoding(rust: RustTokenizer) -> Decoding | None:
-    """None if the decoder is not a known concatenation of bytes: then only the library can decode."""
+    """Return None if the decoder is not a known concatenation of bytes, so that only the library can decode."""
     if rust.decoder is None:
         return None
     decoder = msgspec.json.decode(rust.decoder.__getstate__(), type=_DecoderStep)

@@ -1,4 +1,5 @@
-"""Turn text-level parameters into the id-level `Sampling` that the engine trusts, or name the invalid field.
+"""Convert text-level parameters to the id-level `Sampling` that the engine trusts, or raise an error that names the
+invalid field.
 
 All checks here depend on the model: vocabulary, context length, tokenizer. `SamplingParams` checks ranges.
 """
@@ -19,25 +20,25 @@ from serve_llm.server.sampling_params import SamplingParams
 
 
 class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the text of a chat turn is read, with the model's dialect."""
+    """How to parse the text of a chat turn with the model's dialect."""
 
     tools: str  # JSON of the list of Tool that may be called; a schema may hold integers that msgpack cannot write
     in_reasoning: bool  # whether the prompt has opened the reasoning
     include_reasoning: bool
     has_named_tool: bool  # whether the request names the function to call
-    requires_call: bool  # whether a grammar lets nothing but calls follow the reasoning
-    content_has_form: bool  # whether a grammar binds the content
-    num_previous_calls: int  # calls of the conversation so far
+    requires_call: bool  # whether a grammar allows only calls after the reasoning
+    content_has_form: bool  # whether a grammar constrains the content
+    num_previous_calls: int  # tool calls in the conversation so far
 
     def read_tools(self) -> list[Tool]:
         return msgspec.convert(json.loads(self.tools), list[Tool])
 
 
 class Echo(msgspec.Struct):
-    """The text of a prompt, to put before its choices."""
+    """The text of a prompt, to repeat before its choices."""
 
     text: str
-    added_positions: list[int] = []  # where the prompt's ids hold tokens that the tokenizer added to the text
+    added_positions: list[int] = []  # positions in the prompt's ids of tokens that the tokenizer added to the text
 
 
 class TextRequest(msgspec.Struct, kw_only=True):
@@ -46,12 +47,12 @@ class TextRequest(msgspec.Struct, kw_only=True):
     prompts: list[list[int]]  # ids, cut by truncate_prompt_tokens
     samplings: list[Sampling]  # for choice 0 of each prompt; seed 0 if `params.seed` is None
     params: SamplingParams
-    end_ids: tuple[int, ...] = ()  # stop ids that are the model's own, unless `params.ignore_eos`
+    end_ids: tuple[int, ...] = ()  # the model's own stop ids, unless `params.ignore_eos`
     echoes: list[Echo] | None = None  # one per prompt
     reply: ReplyFormat | None = None  # None: all text is content
     priority: int = 0
     cache_salt: str = ""
-    adapter: Adapter | None = None  # set where the request is submitted
+    adapter: Adapter | None = None  # set when the request is submitted
     pooling: bool = False  # the result is a vector of each prompt
     second_text_starts: list[int | None] | None = None  # one per prompt; see `Request.second_text_start`
 
@@ -59,7 +60,7 @@ class TextRequest(msgspec.Struct, kw_only=True):
 def check_text(
     text: str, model: ServedModel, facts: ModelInfo, truncated: bool, param: str, subject: str = "the prompt"
 ) -> None:
-    """Refuse a text that cannot fit whatever its tokens are, before tokenizing it. Raises ContextTooLong."""
+    """Before tokenizing, refuse a text that cannot fit whatever its tokens are. Raises ContextTooLong."""
     if model.tokenizer.longest_token is None:
         return
     at_least = -(-len(text) // model.tokenizer.longest_token)
@@ -91,14 +92,14 @@ def prepare(
 
     param: the field that holds the prompts. echo: put each prompt before its choices and their logprobs, as the text
     that the client sent or, if None, as the decoded ids. default_max_tokens: upper bound if `params.max_tokens` is
-    None. end_ids: end the text, by default the model's `eos_ids`. grammar: what `params.structured_outputs` was
-    compiled to. reply: how the text is read. thinking: what `params.thinking_token_budget` means in ids.
+    None. end_ids: ids that end the text (default: the model's `eos_ids`). grammar: compiled from
+    `params.structured_outputs`. reply: how to parse the text. thinking: `params.thinking_token_budget` in terms of ids.
     """
     if not facts.generates:
         raise Unsupported(f"this model ({facts.architecture}) returns vectors and generates no text")
     if thinking is None and params.thinking_token_budget not in (None, -1):
         raise Unsupported(
-            "thinking_token_budget works in chat only, with a model whose way to write reasoning is known",
+            "thinking_token_budget works in chat only, with a model whose reasoning format is known",
             "thinking_token_budget",
         )
     for name, ids in (
@@ -161,7 +162,7 @@ def prepare_pooling(
     priority: int = 0,
     cache_salt: str = "",
 ) -> TextRequest:
-    """Check prompts of which vectors are wanted against the model. Raises InvalidRequest.
+    """Check the prompts of a pooling request against the model. Raises InvalidRequest.
 
     places: what holds each prompt, as errors name it: `documents[1]`.
     """
@@ -193,7 +194,7 @@ def read_field(place: str) -> str:
 
 
 def check_volume(request: TextRequest, limits: Limits, param: str) -> None:
-    """Refuse a request whose tokens or logprobs would take too much memory. Raises InvalidRequest."""
+    """Refuse a request whose tokens or logprobs would need too much memory. Raises InvalidRequest."""
     num_ids = 0
     num_logprobs = 0
     for ids, sampling in zip(request.prompts, request.samplings, strict=True):
@@ -237,7 +238,8 @@ def _truncate(ids: list[int], params: SamplingParams, facts: ModelInfo) -> list[
 
 
 def _max_tokens(num_prompt: int, params: SamplingParams, max_model_len: int, param: str) -> int:
-    """How many tokens may follow the prompt. Raises ContextTooLong with the numbers when the request does not fit."""
+    """Return how many tokens may follow the prompt. Raises ContextTooLong with the numbers if the request does not
+    fit."""
     if num_prompt == 0:
         raise InvalidRequest(f"{param} has no tokens", param)
     room = max_model_len - num_prompt
@@ -266,7 +268,7 @@ def _max_tokens(num_prompt: int, params: SamplingParams, max_model_len: int, par
 
 
 def _bad_words_ids(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokenized at the beginning of a text and after a space."""
+    """Tokenize each word as at the beginning of a text and as after a space."""
     all_ids: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):

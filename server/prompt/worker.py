@@ -1,6 +1,6 @@
 """The worker process of `prompt.pool`: `python -P -m serve_llm.server.prompt.worker`, started by the pool only.
 
-It protects itself against hostile requests: an alarm ends the process when a job takes too long, and its memory is
+It protects itself against hostile requests: an alarm ends the process if a job takes too long, and its memory is
 limited. It also ends when its standard input closes, that is, when the server ends.
 """
 
@@ -40,7 +40,7 @@ from serve_llm.server.prompt.pool import (
 )
 from serve_llm.server.structured_output.compiler import Grammar
 
-# Beyond the address space of the process after its start.
+# In addition to the address space of the process after its start.
 MEMORY_BYTES = 2**30  # for jobs
 TOKENIZER_BYTES = 2**28  # for the tokenizer of grammars
 
@@ -48,7 +48,7 @@ MIN_SECONDS = 0.001  # the shortest alarm: 0 switches it off
 
 
 class _Parent:
-    """The server, for this process's grammar compiler."""
+    """The server's grammar cache, as seen by this process's grammar compiler."""
 
     def __init__(self, requests: BinaryIO, replies: BinaryIO) -> None:
         self._requests = requests
@@ -73,7 +73,7 @@ class _Parent:
 
     @contextlib.contextmanager
     def allow_loading(self) -> Iterator[None]:
-        """Stop the alarm and tell the parent, which has an alarm of its own."""
+        """Stop the alarm and tell the parent, which has its own alarm."""
         _write(self._replies, msgspec.msgpack.encode(TokenizerLoading()))
         seconds, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         yield
@@ -83,7 +83,7 @@ class _Parent:
 def main() -> None:
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
     setup = msgspec.msgpack.decode(_read(requests), type=WorkerSetup)
     options = setup.options
@@ -98,7 +98,7 @@ def main() -> None:
     )
     context = context._replace(grammars=build_grammar_compiler(context, _Parent(requests, replies)))
     _limit_memory()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keep what libraries print on MemoryError out of the server's log
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keep output of libraries on MemoryError out of the server's log
     _write(replies, b"")  # ready
     while message := _read(requests):
         job = msgspec.msgpack.decode(message, type=Job)

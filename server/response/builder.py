@@ -1,4 +1,4 @@
-"""Builds responses of the two endpoints from deltas: the whole body, or a stream's events.
+"""Builds responses of /v1/completions and /v1/chat/completions from deltas: a whole body, or a stream's events.
 
 Responses are plain data for JSON in the shapes of `server.schema`, which documents them. Fields that were not requested
 are absent, not null.
@@ -56,8 +56,8 @@ class ResponseBuilder(ABC):
 
     body_type: ClassVar[str]  # "object" of a body
     event_type: ClassVar[str]  # "object" of an event
-    shows_prompt_once: ClassVar[bool]  # whether ids and logprobs of the prompt are beside the choices, not in each
-    plain_choice: ClassVar[tuple[bytes, bytes]]  # JSON of a plain choice: between index and text, and after the text
+    shows_prompt_once: ClassVar[bool]  # ids and logprobs of the prompt are at the top level, not in each choice
+    plain_choice: ClassVar[tuple[bytes, bytes]]  # JSON of a plain choice: before and after the text
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class ResponseBuilder(ABC):
         opening_text: str = "",
         custom_tools: Collection[str] = (),
     ) -> None:
-        """names_tokens_by_id: logprobs show `token_id:<id>` for a token's text. return_metrics: the response holds the
-        times of the request. opening_text: precedes the content of every choice, in chat. custom_tools: names of
-        the tools that take a text."""
+        """names_tokens_by_id: show `token_id:<id>` in logprobs instead of a token's text. return_metrics: include the
+        times of the request. opening_text: precedes the content of every choice, in chat. custom_tools: names of the
+        tools that take plain text."""
         self.return_metrics = return_metrics
         self._request = request
         self._return_token_ids = return_token_ids
@@ -81,7 +81,7 @@ class ResponseBuilder(ABC):
         self._meta = meta
         self._opening_text = opening_text
         self._custom_tools = custom_tools
-        self._custom_inputs: dict[int, CustomInputReader] = {}  # by the index of a choice in a call of a custom tool
+        self._custom_inputs: dict[int, CustomInputReader] = {}  # by index of a choice that is inside a custom tool call
         self._texts = TokenTexts(tokenizer)
         self._shown_texts = TokenTexts(tokenizer, names_by_id=True) if names_tokens_by_id else self._texts
 
@@ -106,7 +106,7 @@ class ResponseBuilder(ABC):
         return event
 
     def is_plain(self, delta: Delta) -> bool:
-        """Whether the delta holds nothing but text, so that its event can be put together from prebuilt bytes."""
+        """Whether the delta contains only text, so that its event can be assembled from prebuilt bytes."""
         has_more = delta.first or delta.entries or delta.pieces or self._return_token_ids
         return not has_more and delta.finish_reason is None
 
@@ -124,7 +124,7 @@ class ResponseBuilder(ABC):
         return choice
 
     def _add_prompt(self, target: Json, delta: Delta) -> Json:
-        """Add what was asked for about the prompt of the delta's choice, if it is the choice's first delta."""
+        """Add requested details of the prompt, if this is the choice's first delta."""
         prompt_ids = self._request.prompts[delta.index // self._request.params.n]
         if self._return_token_ids and delta.first:
             target["prompt_token_ids"] = prompt_ids
@@ -162,7 +162,7 @@ class ChatBuilder(ResponseBuilder):
     plain_choice = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
 
     def build_events(self, delta: Delta) -> list[Json]:
-        """One event for the role, and one for each piece of the delta; the last one has what is not text."""
+        """One event for the role, and one for each piece of the delta; the last one holds everything else."""
         news: list[Json] = [{"role": "assistant", "content": ""}] if delta.first else []
         if delta.first and self._opening_text:
             news.append({"content": self._opening_text})
@@ -170,7 +170,7 @@ class ChatBuilder(ResponseBuilder):
             news += self._describe_piece(piece, delta.index)
         if delta.finish_reason is not None:
             news += self._end_custom_call(delta.num_calls - 1, delta.index)
-        if len(news) == delta.first:  # nothing but details
+        if len(news) == delta.first:  # only details
             news.append({})
         *before, last = ({"index": delta.index, "delta": new, "logprobs": None, "finish_reason": None} for new in news)
         last["logprobs"] = self._logprobs(delta)
@@ -179,7 +179,7 @@ class ChatBuilder(ResponseBuilder):
         return events
 
     def _describe_piece(self, piece: Piece, choice: int) -> list[Json]:
-        """The piece as `delta` of events. choice: its index."""
+        """Convert the piece to `delta` objects of events. choice: its index."""
         match piece:
             case ContentPiece():
                 return [{"content": piece.text}]
@@ -225,7 +225,7 @@ class ChatBuilder(ResponseBuilder):
 
 
 def _describe_input(call: int, text: str) -> list[Json]:
-    """More of the text of a custom tool's call. call: its index."""
+    """Describe further text of a custom tool's call. call: its index."""
     return [{"tool_calls": [{"index": call, "custom": {"input": text}}]}] if text else []
 
 

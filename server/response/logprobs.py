@@ -1,6 +1,7 @@
 """Log-probabilities of tokens in the shapes of OpenAI's endpoints, as plain data for JSON.
 
-A response may hold more than a hundred thousand of them: no pydantic models here, and each token is decoded once.
+A response may contain more than a hundred thousand of them, so this uses no pydantic models and decodes each token
+once.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from serve_llm.common.types import TokenLogprobs
 from serve_llm.server.generate.delta import TokenEntry
 from serve_llm.server.prompt.tokenizer import Tokenizer
 
-_LOWEST = -9999.0  # instead of minus infinity, which a forbidden token has and JSON has not
+_LOWEST = -9999.0  # replaces minus infinity (forbidden tokens), which JSON cannot represent
 
 
 class TokenTexts(dict[int, tuple[str, list[int]]]):
-    """Token id -> (its text, its bytes), filled on demand. Bytes that are not whole characters become U+FFFD.
+    """Caches the text and the bytes of each token id. Bytes that are not whole characters become U+FFFD.
 
     names_by_id: the text is `token_id:<id>`.
     """
@@ -58,7 +59,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], count: int, texts: TokenT
 
 
 def chat_logprobs(entries: Sequence[TokenEntry], count: int, texts: TokenTexts) -> dict[str, Any]:
-    """`schema.chat.ChatLogprobs`: each token with the `count` most likely ones in its place."""
+    """`schema.chat.ChatLogprobs`: each token with the `count` most likely alternatives."""
     content = []
     for entry in entries:
         if entry.logprobs is None:

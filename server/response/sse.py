@@ -1,4 +1,5 @@
-"""Deltas as server-sent events. The usual event, new text and nothing else, is put together from prebuilt bytes."""
+"""Encodes deltas as server-sent events. The most frequent event, which only adds text, is assembled from prebuilt
+bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class SSEEncoder:
         return PING
 
     def encode_end(self, counts: TokenCounts) -> bytes:
-        """What follows the last delta."""
+        """The events after the last delta."""
         if not (self._include_usage or self._builder.return_metrics):
             return DONE
         last = self._builder.build_event([])
@@ -60,7 +61,7 @@ class SSEEncoder:
 
     @staticmethod
     def encode_error(error: RequestError) -> bytes:
-        """The end of a stream that fails."""
+        """The events that end a failed stream."""
         return b"data: " + error_body(error) + b"\n\n" + DONE
 
     def _plain_start(self, index: int) -> bytes:
@@ -76,7 +77,7 @@ class SSEEncoder:
             usage = build_usage(counts)
             for event in events:
                 event["usage"] = usage
-            if delta.first and len(events) > 1:  # the first one opens the message and holds no token
+            if delta.first and len(events) > 1:  # the first one opens the message and contains no token
                 events[0]["usage"] = build_usage(msgspec.structs.replace(counts, completion=self._num_shown))
             self._num_shown = counts.completion
         elif self._include_usage:
@@ -90,7 +91,7 @@ def _to_line(event: Json) -> bytes:
 
 
 def _build_template(builder: ResponseBuilder, include_usage: bool) -> tuple[bytes, bytes]:
-    """The bytes of a plain event before its text, with %d for the index of the choice, and those after it."""
+    """The bytes of a plain event before its text, with %d for the choice's index, and after it."""
     without_choices = encode_json(builder.build_event([]))
     before, key, after = without_choices.rpartition(b'"choices":[')
     before_text, after_text = builder.plain_choice

@@ -1,4 +1,5 @@
-"""Bodies of replies made of vectors. Yielded in parts, so that other requests run while a large reply is encoded."""
+"""Bodies of replies made of vectors. Yielded in parts, so that other requests can run while a large reply is
+encoded."""
 
 from __future__ import annotations
 

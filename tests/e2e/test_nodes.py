@@ -176,8 +176,8 @@ def test_streams_wait_for_a_host_that_comes_back_no_longer_than_their_deadline()
                 os.kill(follower.process.pid, signal.SIGKILL)
                 master.wait_until_logged("died in a step by loss of its node.*; it is replaced")
             assert re.search(
-                r"time is over: it waited for an engine that is replaced: rank 1 \(node 1, host \S+ at 127\.0\.0\.1, "
-                r"pid \d+\) died in a step by loss of its node.*deadline_exceeded",
+                r"deadline has passed: it waited for an engine to be replaced: rank 1 "
+                r"\(node 1, host \S+ at 127\.0\.0\.1, pid \d+\) died in a step by loss of its node.*deadline_exceeded",
                 hasty[-4],
             )
             with hosts.node(1) as other:

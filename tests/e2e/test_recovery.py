@@ -145,7 +145,7 @@ def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: 
         streams.wait_for(120)
         bad = Streams(daemon.url, [{"prompt": [fault], "max_tokens": 9}])
         assert bad.finish().errors == [500]
-        assert "this request has ended the engine 3 times, alone at the last: " in str(bad.messages)
+        assert "this request crashed the engine 3 times, the last time alone: " in str(bad.messages)
         assert streams.finish() == undisturbed
         assert restarts(daemon, reason if ranks == 1 else "rank") == 3
 

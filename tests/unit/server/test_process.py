@@ -80,7 +80,7 @@ def since(*starts: float, longest: float = 0.0) -> list[HeartbeatReading]:
 def test_an_engine_hangs_after_consecutive_polls_without_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "UNRESPONSIVE_POLLS", 3)
     death, responds = watch("beats", beats(*[7] * 7))
-    assert death is not None and death.reason == "hung" and "hangs: no sign of life for 0 s" in str(death.error)
+    assert death is not None and death.reason == "hung" and "hangs: no heartbeat for 0 s" in str(death.error)
     assert not responds
     assert watch("beats", beats(*[7] * 6, 8, *[8] * 5, 9)) == (None, True)
     assert watch("beats", beats(*[7] * 4)) == (None, False), "not ready before it counts as hung"

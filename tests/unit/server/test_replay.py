@@ -212,7 +212,7 @@ def test_the_request_that_kills_engines_ends_and_all_others_finish() -> None:
                     one.engines[0].step()
         assert isolated == [4, 3], "the newest first"
         error = sinks[killer].outputs[-1].error
-        assert error == "this request has ended the engine 3 times, alone at the last: it died"
+        assert error == "this request crashed the engine 3 times, the last time alone: it died"
         assert len(one.engines[0].open) == 3, "the others are no longer suspects"
         for _ in range(40):
             one.engines[0].step()

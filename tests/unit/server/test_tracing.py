@@ -296,7 +296,7 @@ def test_an_error_while_outputs_arrive_is_logged_with_the_span(
 
     asyncio.run(run())
     (record,) = map(json.loads, capsys.readouterr().err.splitlines())
-    assert "could not be turned into text" in record["message"] and record["trace_id"] == TRACE_ID
+    assert "could not be converted to text" in record["message"] and record["trace_id"] == TRACE_ID
     assert record["request_id"]
 
 
