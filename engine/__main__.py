@@ -33,7 +33,7 @@ class ZmqChannel:
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.set_hwm(0)  # drop nothing; the server's admission control bounds the number of requests
+        self._socket.set_hwm(0)  # never drop messages; the server's admission control bounds the number of requests
         self._socket.setsockopt(zmq.LINGER, 1000)  # ms, to deliver the last message
         self._socket.connect(address)
         self._poller = zmq.Poller()
@@ -62,7 +62,7 @@ def _end_with_parent(directory: Path) -> None:
         pass
     shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # with its workers: a stopped one would not notice
+        os.killpg(0, signal.SIGKILL)  # including its workers, because a stopped worker would not notice
     os._exit(EngineError.exit_code)
 
 
@@ -81,7 +81,7 @@ def serve(channel: ZmqChannel, heartbeat: Heartbeat) -> None:
         shares_steps = start.meeting is not None
         core, info = start_engine(start, resources, heartbeat.show, join_step_sync if shares_steps else None)
         channel.send(messages.EngineReady(info))
-        gc.freeze()  # else each full collection goes through all modules, which takes longer than a step
+        gc.freeze()  # otherwise each full collection traverses all modules, which takes longer than a step
         loop.run(core, channel)
 
 

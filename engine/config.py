@@ -36,9 +36,9 @@ class CacheRow:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """How the hidden states of a prompt become a vector, where the model's family does not say it."""
+    """How the hidden states of a prompt become a vector, if the model's family does not determine it."""
 
-    pooling_types: tuple[PoolingType, ...]  # their vectors follow each other
+    pooling_types: tuple[PoolingType, ...]  # their vectors are concatenated
     normalize: bool = False  # scale vectors to length 1
     dense: tuple[DenseModule, ...] = ()
     classifier_ids: tuple[int, ...] = ()  # the vector is the logits of these ids; empty: it is an embedding
@@ -66,8 +66,8 @@ class Config:
     quantization: str = "none"  # format of linear layers: "none" | "int8" | "fp8" | "int4" | "int4-g32" | "int4-g128"
     kv_cache_dtype: str = "auto"  # "auto": as dtype | "int8" | "fp8"
     kv_offload_dir: str | None = None  # where blocks go from host memory
-    kv_offload_dir_size: int | None = None  # bytes; None: by what the disk has free
-    kv_offload_memory: int | None = None  # bytes of each rank, for blocks that lose their place; None: none are kept
+    kv_offload_dir_size: int | None = None  # bytes; None: derived from the disk's free space
+    kv_offload_memory: int | None = None  # bytes of each rank for evicted blocks; None: evicted blocks are dropped
     kv_events: KVEventsConfig | None = None  # None: no events are published
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -86,16 +86,16 @@ class Config:
     attention_backend: str = "auto"  # on a GPU: "auto" | "triton" | "flash"
     all_reduce: str = "nccl"  # among the GPUs of a tensor-parallel group: "nccl" | "symmetric" | "auto"
     long_rope_threshold: int | None = None  # see `ModelSpec`
-    async_scheduling: bool = False  # start a step before the ids of the last one are known
-    eplb: EPLBConfig | None = None  # move experts between ranks; None: they stay
-    jump_forward: bool = True  # append the ids that a grammar demands at once
+    async_scheduling: bool = False  # start a step before the ids of the previous one are known
+    eplb: EPLBConfig | None = None  # rebalancing of experts between ranks; None: off
+    jump_forward: bool = True  # append ids that a grammar forces without sampling them
     speculation: SpeculativeConfig | None = None  # verify drafts; None: none
     hidden_state_layers: tuple[int, ...] = ()  # layers whose inputs the draft source reads, ascending
-    generates: bool = True  # the model has its LM head
-    max_loras: int = 0  # adapters that a rank holds at a time; 0: requests have none
+    generates: bool = True  # the model has an LM head
+    max_loras: int = 0  # adapters that a rank holds at a time; 0: adapters are off
     max_cpu_loras: int = 0  # adapters that a rank keeps in host memory, those in slots included
     max_lora_rank: int = 16
-    pooling: PoolingConfig | None = None  # None: as the model's family says, if the model takes pooling requests
+    pooling: PoolingConfig | None = None  # None: as the model's family determines, if the model takes pooling requests
 
     @property
     def element_bytes(self) -> int:
@@ -108,13 +108,13 @@ class Config:
 
     @property
     def rounds_to_fp8(self) -> bool:
-        """Whether `--quantization fp8` rounds activations as well, for torch's product of 8-bit floats: its results are
+        """Whether `--quantization fp8` quantises activations as well, for torch's fp8 product. Its results are
         bfloat16, and its order of summation depends on the number of rows."""
         return self.device != "cpu" and self.dtype == "bfloat16" and not self.batch_invariant
 
     @property
     def expert_engines(self) -> int:
-        """Engines that share experts, and so make their steps together."""
+        """Number of engines that share experts, and therefore step together."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
@@ -157,7 +157,7 @@ def resolve(
     whole_prompts: bool = False,
     has_states: bool = False,
 ) -> Config:
-    """Decide everything that follows from the options, the model and the device. Call `check_options` first.
+    """Derive all settings from the options, the model and the device. Call `check_options` first.
 
     device: "cpu" or "cuda"; the caller has resolved "auto".
     checkpoint_dtype: the dtype of the weights, such as "bfloat16".
@@ -227,7 +227,7 @@ def resolve(
 
 
 def _step_tokens(options: EngineOptions, device: str, least: int) -> int:
-    """Most tokens in one step. least: tokens that a step must hold."""
+    """Maximum number of tokens in one step. least: tokens that a step must be able to hold."""
     asked = options.max_num_batched_tokens
     if asked is not None and asked < least:
         raise OptionError(
@@ -238,7 +238,7 @@ def _step_tokens(options: EngineOptions, device: str, least: int) -> int:
 
 
 def read_config_dtype(raw: Mapping[str, object]) -> str | None:
-    """The dtype of the weights that config.json (`raw`) names, None if it names none."""
+    """Return the dtype of the weights according to config.json (`raw`); None if it names none."""
     text = raw.get("text_config")  # the decoder, in a multimodal model
     objects = (raw, text) if isinstance(text, Mapping) else (raw,)
     found = (values.get(key) for values in objects for key in ("dtype", "torch_dtype"))
@@ -246,7 +246,7 @@ def read_config_dtype(raw: Mapping[str, object]) -> str | None:
 
 
 def check_options(options: EngineOptions, model_max_len: int, num_layers: int, has_experts: bool) -> None:
-    """Raise OptionError if an option does not fit the model, whatever the device.
+    """Raise OptionError if an option does not fit the model, regardless of the device.
 
     model_max_len: most tokens that the model's positions allow. num_layers: the model's layers. has_experts: whether
     any layer has experts.
@@ -254,7 +254,7 @@ def check_options(options: EngineOptions, model_max_len: int, num_layers: int, h
     if options.max_model_len is not None and options.max_model_len > model_max_len:
         raise OptionError(
             f"--max-model-len: {options.max_model_len} is more than the {model_max_len} tokens that this model allows; "
-            "give less, or omit it"
+            "lower it, or omit it"
         )
     tensor = options.tensor_parallel_size
     stages = options.pipeline_parallel_size
@@ -299,7 +299,7 @@ def _quantization(options: EngineOptions, stores_int8: bool, stores_integers: bo
 
 
 def _prefix_caching(options: EngineOptions, has_states: bool) -> bool:
-    """Also refuse what needs a prefix cache, where there is none."""
+    """Also refuse options that need a prefix cache if there is none."""
     if not has_states:
         return options.enable_prefix_caching is not False
     why = "this model has linear attention, whose states are not kept for prefixes"
@@ -382,8 +382,8 @@ def _all_reduce(options: EngineOptions, device: str, dtype: str) -> str:
 
 
 def _dtype(asked: str, checkpoint: str, device: str) -> str:
-    """The checkpoint's dtype unless the user names one. On a CPU float16 becomes bfloat16, which is far faster; float32
-    stays, since its owner may want the precision."""
+    """Use the checkpoint's dtype unless the user names one. On a CPU, float16 becomes bfloat16, which is far faster;
+    float32 stays, because the user may want the precision."""
     if asked == "float16" and device == "cpu":
         raise OptionError("--dtype: float16 is not served on a CPU; use bfloat16 (fastest) or float32 (exact)")
     if asked != "auto":

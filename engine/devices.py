@@ -14,8 +14,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 def claim_gpus(
     environ: MutableMapping[str, str], engine: int, num_engines: int, per_engine: int, devices: Path = Path("/dev")
 ) -> None:
-    """Restrict CUDA_VISIBLE_DEVICES to this engine's GPUs: each engine takes the next `per_engine` visible ones. Do
-    nothing for a single engine, and on a host without GPUs.
+    """Restrict CUDA_VISIBLE_DEVICES to this engine's GPUs: each engine takes the next `per_engine` visible ones. Does
+    nothing for a single engine or on a host without GPUs.
 
     Raises CapacityError if there are too few GPUs for all engines.
     """
@@ -32,8 +32,8 @@ def claim_gpus(
 
 
 def list_gpus(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
-    """CUDA's names of the GPUs that a process sees. visible: its CUDA_VISIBLE_DEVICES, which ends at the first invalid
-    entry, as for CUDA."""
+    """List CUDA's names of the GPUs that a process sees. visible: its CUDA_VISIBLE_DEVICES, which ends at the first
+    invalid entry, as in CUDA."""
     count = sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     if visible is None or count == 0:
         return [str(number) for number in range(count)]

@@ -1,6 +1,6 @@
-"""What a host's GPUs need besides themselves: a driver that fits torch, and what Triton compiles its launchers with.
+"""Software that a host's GPUs need: a driver that fits torch, and a compiler for Triton's launchers.
 
-Torch-free, so that it can be asked before torch is imported, and by `serve-llm check`.
+Torch-free, so that it can be used before torch is imported, and by `serve-llm check`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _read_version_file(origin: str) -> str:
 
 
 def explain_unusable_gpus(software: GpuSoftware) -> str | None:
-    """Why torch cannot use the GPUs of this host, and the remedy; None if the versions do not tell."""
+    """Explain why torch cannot use the GPUs of this host, with a remedy; None if the versions do not explain it."""
     driver, torch, cuda = software
     if cuda is None:
         return f"torch {torch} was built without CUDA; install the wheel of torch {torch.partition('+')[0]} from PyPI"
@@ -59,9 +59,9 @@ def explain_unusable_gpus(software: GpuSoftware) -> str | None:
 
 
 def find_missing_compiler() -> str | None:
-    """What Triton lacks to compile the launchers of its kernels, and the remedy; None if it lacks nothing."""
+    """Name what Triton lacks to compile the launchers of its kernels, with a remedy; None if nothing is missing."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "Triton needs a C compiler at run time and finds none; install gcc and libc6-dev, or set CC"
+        return "Triton needs a C compiler at run time but finds none; install gcc and libc6-dev, or set CC"
     include = Path(sysconfig.get_paths(scheme="posix_prefix")["include"])
     if not (include / "Python.h").is_file():
         return f"Triton needs Python.h at run time, and {include} has none; install python3-dev of the same version"

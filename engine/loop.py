@@ -32,7 +32,7 @@ from serve_llm.engine.worker.graph_sizes import ladder
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 10.0  # for so long after the last interactive request, another one is expected
+PAUSE_SECONDS = 10.0  # another interactive request is expected within this time after the last one
 IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
 # Idle waits before a GPU captures further steps, one after each wait. A request that arrives during a capture waits.
 WAITS_BEFORE_IDLE_WORK = 20
@@ -42,7 +42,7 @@ class ServerChannel(Protocol):
     """The engine's end of the channel to the server."""
 
     def receive(self, seconds: float | None) -> list[ToEngine | MalformedRequest]:
-        """All messages that have arrived. If there are none, wait up to `seconds` for one (None: forever)."""
+        """Return all messages that have arrived. If there are none, wait up to `seconds` for one (None: forever)."""
 
     def send(self, step: StepOutputs) -> None: ...
 
@@ -65,9 +65,9 @@ class EngineCore:
         draft_model: BatchDraftSource | None = None,
         matchers: MatcherBuilder | None = None,
     ) -> None:
-        """report_in_flight: called with the ids of the requests being computed, before and after each step, and while
-        requests are added with theirs too.
-        draft_model: that which the config names. matchers: None for a new one."""
+        """report_in_flight: called with the ids of the requests being computed, before and after each step, and with
+        the ids of new requests while they are added. draft_model: the one named in the config. matchers: None to build
+        one."""
         self.layout = executor.layout
         self._speculator = _build_speculator(config.speculation, draft_model)
         self._recorder = None if config.kv_events is None else KVEventRecorder(self.layout.groups)
@@ -95,7 +95,7 @@ class EngineCore:
         self._report_in_flight = report_in_flight
         self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
         self._num_batches = 1 if config.async_scheduling else executor.depth
-        self._others_until = 0.0  # by the clock: until then, steps of batches are short
+        self._others_until = 0.0  # clock time until which steps of batches are short
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_steps = 0
         self._finished_on_arrival: list[Output] = []
@@ -110,16 +110,16 @@ class EngineCore:
         )
 
     def check_workers(self) -> None:
-        """Raise what a worker has failed with. For use between steps."""
+        """Raise the error of any worker that has failed. For use between steps."""
         self._executor.check()
 
     def write_blocks(self) -> None:
-        """Let blocks in host memory go to disk. For use between steps."""
+        """Write blocks in host memory to disk. For use between steps."""
         if self._offload is not None:
             self._offload.exchange()
 
     def run_idle_work(self) -> None:
-        """Capture one more decode step, so that no request waits for it later. Call while there is no work."""
+        """Capture one more decode step, so that no request has to wait for it later. Call while there is no work."""
         if self._to_capture:
             self._executor.execute(SchedulerOutput([], [], capture_size=self._to_capture.popleft())).result()
 
@@ -134,7 +134,7 @@ class EngineCore:
         )
 
     def add_requests(self, requests: Sequence[Request]) -> None:
-        # If one of them ends this process, the server must know which may have.
+        # If a request crashes this process, the server must know the suspects.
         self._report_in_flight([*self.scheduler.in_flight, *(request.id for request in requests)])
         for request in requests:
             if request.adapter is not None:
@@ -161,11 +161,11 @@ class EngineCore:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Whether no request can be computed."""
         return not self.scheduler.has_work and not self._in_flight and not self._executor.must_step()
 
     def _take_ready(self, pending: PendingRequests[Any], go_on: Callable[[Request], None]) -> None:
-        """Go on with the requests that have become ready since the last step."""
+        """Continue with the requests that have become ready since the last step."""
         ready, failed = pending.take_ready(self._is_idle)
         self._finished_on_arrival += failed
         for request in ready:
@@ -235,7 +235,7 @@ class EngineCore:
         return StepOutputs(outputs, stats)
 
     def _choose_budget(self, now: float) -> int:
-        """Most tokens of the next step."""
+        """Choose the maximum number of tokens of the next step."""
         scheduler = self.scheduler
         if not scheduler.has_only_batches:
             self._others_until = now + PAUSE_SECONDS
@@ -243,12 +243,12 @@ class EngineCore:
         return self._budget.next(scheduler.num_running, scheduler.num_waiting, in_pause)
 
     def close(self) -> None:
-        """Send the events that wait, and end the threads of this object."""
+        """Send pending events and stop this object's threads."""
         if self._publisher is not None:
             self._publisher.close()
 
     def drain(self) -> None:
-        """Run the steps that other engines still need. Call once there is no more work here."""
+        """Run the steps that other engines still need. Call when there is no more work here."""
         self._executor.drain()
 
 
@@ -256,7 +256,7 @@ def _find_sizes_to_capture(config: Config) -> deque[int]:
     """Batch sizes of decode steps that a GPU captures while it is idle, ascending."""
     if config.device != "cuda" or config.enforce_eager or not config.generates:
         return deque()
-    if config.pipeline_parallel_size > 1 or config.expert_engines > 1:  # stages and engines would have to join in
+    if config.pipeline_parallel_size > 1 or config.expert_engines > 1:  # all stages and engines would have to take part
         return deque()
     return deque(ladder(config.max_num_seqs))
 
@@ -286,8 +286,8 @@ def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder
 
 
 def run(engine: EngineCore, channel: ServerChannel) -> None:
-    """Serve until Shutdown arrives. Raises what a worker fails with."""
-    is_checked = True  # block accounting, since the last step
+    """Serve until Shutdown arrives. Raises the error of a worker that fails."""
+    is_checked = True  # whether block accounting was checked since the last step
     num_waits = 0
     while True:
         messages = channel.receive(0 if engine.has_work else IDLE_SECONDS)
@@ -314,5 +314,5 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
                 engine.drain()
                 return
         step = engine.step()
-        if messages or step.outputs or step.stats.step_tokens:  # nothing to report of a step run for other engines
+        if messages or step.outputs or step.stats.step_tokens:  # a step run for other engines has no news
             channel.send(step)

@@ -8,16 +8,16 @@ from typing import Generic, TypeVar
 
 from serve_llm.common.types import FinishReason, Output, Request
 
-WAIT_SECONDS = 0.01  # used when there is nothing else to do; messages that arrive wait this long
+WAIT_SECONDS = 0.01  # wait when idle; delays incoming messages by at most this
 
 Result = TypeVar("Result")
 
 
 class PendingRequests(Generic[Result]):
-    """Use it only in the engine's thread."""
+    """For use in the engine's thread only."""
 
     def __init__(self, find_error: Callable[[Future[Result]], str]) -> None:
-        """find_error: called with futures that are done; returns why their requests cannot be scheduled, or ""."""
+        """find_error: called with a finished future; returns why its request cannot be scheduled, or ""."""
         self._find_error = find_error
         self._pending: dict[int, tuple[Request, Future[Result]]] = {}  # by request id
 
@@ -32,9 +32,9 @@ class PendingRequests(Generic[Result]):
         self._pending.pop(request_id, None)
 
     def take_ready(self, is_idle: bool) -> tuple[list[Request], list[Output]]:
-        """Requests that can go on, in the order in which they came, and the final outputs of those in error.
+        """Return requests that are ready, in order of arrival, and the final outputs of those that failed.
 
-        is_idle: there is nothing else to do, so that it may wait for a moment.
+        is_idle: there is nothing else to do, so this may wait briefly.
         """
         if is_idle:
             wait([future for _, future in self._pending.values()], WAIT_SECONDS, FIRST_COMPLETED)

@@ -1,6 +1,6 @@
 """Starts an engine: resolve the options, start workers, load the model, size the KV cache, report ready.
 
-Imports torch only after the workers have been started, because they import it at the same time.
+Imports torch only after starting the workers, so that both import it in parallel.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SLOW = (
     "%s is served by transformers' own code, the slow path: a dense model takes a fifth to a third longer than in "
     "code of our own, experts more (docs/transformers.md)"
 )
-STATES = "Prefix caching is off: linear attention keeps a state per sequence, which is not stored for prefixes"
+STATES = "Prefix caching is off: linear attention keeps a state per sequence, which is not cached for prefixes"
 NO_GRAPHS = "its steps are not captured as CUDA graphs"
 
 
@@ -73,10 +73,10 @@ def start_engine(
     report_in_flight: Callable[[Sequence[int]], None],
     join_step_sync: Callable[[Config], DPStepSync] | None = None,
 ) -> tuple[EngineCore, ModelInfo]:
-    """Start the engine that the server asks for, and the workers that it needs.
+    """Start the engine that the server requests, and its workers.
 
-    resources: closes all that was started, also when this raises. report_in_flight: see `EngineCore`. join_step_sync:
-    joins the engines that share the experts, if there are any. Raises ServeError.
+    resources: closes everything that was started, even if this raises. report_in_flight: see `EngineCore`.
+    join_step_sync: joins the engines that share the experts, if there are any. Raises ServeError.
     """
     options = start.options
     process = f"engine {start.engine}" if options.max_engines > 1 else ""
@@ -89,7 +89,7 @@ def start_engine(
             num_ranks = len(placement.local_ranks(start.engine))
             claim_gpus(os.environ, engines.index(start.engine), len(engines), num_ranks)
 
-    # Resolve: reject what cannot work before workers and torch take seconds.
+    # Resolve: reject invalid options before spending seconds on workers and torch.
     raw = read_config(Path(start.directory))
     chosen = accept_stored_format(options, raw)
     if chosen is not options:
@@ -110,7 +110,7 @@ def start_engine(
     draft = find_draft_model(chosen, config)
     config = add_hidden_state_layers(config, draft)
 
-    # Load the model, and the tokenizer of grammars beside it, and size the KV cache.
+    # Load the model and, in parallel, the tokenizer of grammars, and size the KV cache.
     matchers = MatcherBuilder(config)
     loading = [matchers.load()] if config.generates else []
     expert_groups = None
@@ -123,7 +123,7 @@ def start_engine(
 
     def close_executor(kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and worker_group is not None:
-            worker_group.close(error)  # tells other hosts why
+            worker_group.close(error)  # tells other hosts the reason
         executor.close()
 
     resources.push(close_executor)
@@ -195,9 +195,9 @@ def resolve_config(
     choice: ExecutorChoice | None = None,
     engine: int = 0,
 ) -> tuple[Config, ModelSpec | PretrainedSpec]:
-    """Decide everything that can be decided before weights are read. Returns the spec as it will be served.
+    """Resolve everything that does not depend on the weights. Returns the spec as it will be served.
 
-    choice: of the executor; None to choose here. engine: index of the data-parallel engine. Raises OptionError,
+    choice: the executor; None to choose here. engine: index of the data-parallel engine. Raises OptionError,
     CapacityError and ModelError.
     """
     choice = choice or choose_executor(gather_facts(options))
@@ -241,7 +241,8 @@ def resolve_config(
 
 
 def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig | None:
-    """The draft model that the options name. Raises OptionError and ModelError if it cannot guess for this model."""
+    """Find the draft model named in the options. Raises OptionError and ModelError if it does not fit the served
+    model."""
     if config.speculation is None or not config.speculation.has_draft_model:
         return None
     if config.executor_backend == "ray" and config.device == "cuda":
@@ -250,7 +251,7 @@ def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig
             "--distributed-executor-backend mp, or method ngram"
         )
     directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
-    if not config.speculation.reads_hidden_states:  # a head has the served model's
+    if not config.speculation.reads_hidden_states:  # a head uses the served model's
         check_tokenizers(options, Path(config.directory), directory)
     return resolve_draft_model(options, config, directory)
 
@@ -263,7 +264,7 @@ def add_hidden_state_layers(config: Config, draft: DraftModelConfig | None) -> C
 
 
 def build_draft_model(draft: DraftModelConfig | None, config: Config) -> DraftModel | None:
-    """Load the draft model, before the served one measures the memory for its KV cache. config: the served model's."""
+    """Load the draft model, before memory for the served model's KV cache is measured. config: the served model's."""
     if draft is None:
         return None
     from serve_llm.engine.draft_model.load import load_draft_model
@@ -272,7 +273,7 @@ def build_draft_model(draft: DraftModelConfig | None, config: Config) -> DraftMo
 
 
 def _limit_length(options: EngineOptions, max_position: int, modules: SentenceModules | None) -> int:
-    """The context length without --max-model-len: as sentence-transformers' files say, if they do."""
+    """The context length without --max-model-len: from sentence-transformers' files, if given there."""
     longest = None if modules is None or options.runner == "generate" else modules.max_seq_length
     return max_position if longest is None else min(longest, max_position)
 
@@ -296,7 +297,7 @@ def _choose_device(asked: str) -> str:
             f"--device: this host has {len(gpus)} GPUs, but torch cannot use them: {cause}; or use --device cpu"
         )
     if asked == "cuda":
-        raise CapacityError("--device: cuda was asked for, but torch finds no GPU; use --device cpu")
+        raise CapacityError("--device: cuda was requested, but torch finds no GPU; use --device cpu")
     return "cpu"
 
 
@@ -310,9 +311,9 @@ def build_executor(
 ) -> Executor:
     """Load the model on all ranks and allocate the KV cache.
 
-    weights: None for a PretrainedSpec. raw: config.json. worker_group: workers that have been started; None to start
-    them here if needed. They end with the executor. expert_groups: with the engines that share the experts. Raises what
-    a rank failed with, and CapacityError if the cache is too small for one request.
+    weights: None for a PretrainedSpec. raw: config.json. worker_group: the started workers, which end with the
+    executor; None if the one rank runs in this process. expert_groups: with the engines that share the experts. Raises
+    the error of a rank that fails, and CapacityError if the cache is too small for one request.
     """
     if isinstance(spec, ModelSpec):
         parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)

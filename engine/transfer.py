@@ -1,4 +1,4 @@
-"""Copies between host and device that the host does not wait for. They run in the order of the device's work.
+"""Asynchronous copies between host and device, in stream order.
 
 Pinned memory comes from torch's caching host allocator, which reuses a block only when the copies under way have ended,
 so buffers need not be kept alive.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A copy to the host, under way."""
+    """A copy to the host, in progress."""
 
     tensor: Tensor
     event: torch.cuda.Event | None
@@ -25,20 +25,20 @@ class PendingCopy:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """The values, once they have arrived."""
+        """Wait for the copy and return the values."""
         if self.event is not None:
             self.event.synchronize()
         return self.tensor
 
 
 class DeviceCopier:
-    """Copies to and from one device. On a CPU nothing needs to be copied."""
+    """Copies to and from one device. On a CPU, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        """The array on the device. The array must not change afterwards."""
+        """Copy the array to the device. The array must not change afterwards."""
         return self._pin(array).to(self.device, non_blocking=True)
 
     def fill(self, target: Tensor, array: np.ndarray) -> None:

@@ -42,7 +42,7 @@ OTHER_METHODS = {
     "ngram_gpu": "'ngram' looks prompts up on the CPU, beside the steps of the GPU",
 }
 OTHER_KEYS = {
-    "disable_by_batch_size": "drafting stops in batches where measured step times say that it does not pay; omit it",
+    "disable_by_batch_size": "measured times of steps decide in which batches drafts are verified; omit it",
     "disable_logprobs": "log-probabilities are the same with and without drafts; omit it",
     "quantization": "a draft model is quantised as --quantization says; omit it",
     "max_model_len": "a draft model has the context length of the served model; omit it",

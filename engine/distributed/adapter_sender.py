@@ -1,4 +1,4 @@
-"""Adds the files of adapters to the steps of ranks on other hosts, which may not have them."""
+"""Adds adapter files to the steps sent to ranks on other hosts, which may lack the files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from serve_llm.engine.scheduler.output import NewRequestData, SchedulerOutput
 
 
 class AdapterSender:
-    """Sends the files of an adapter once, and again after those ranks have forgotten it."""
+    """Sends the files of an adapter once, and again after those ranks have evicted it."""
 
     def __init__(self, max_kept: int) -> None:
-        """max_kept: as of the ranks' `AdapterMemory`."""
+        """max_kept: as in the ranks' `AdapterMemory`."""
         self._memory: AdapterMemory[bool] = AdapterMemory(max_kept)
 
     def add_files(self, scheduler_output: SchedulerOutput) -> SchedulerOutput | None:
-        """The step for those ranks; None if it is that of all ranks. Raises EngineError if files cannot be read."""
+        """Build the step for those ranks; None if it equals that of all ranks. Raises EngineError if files cannot be
+        read."""
         new_requests = [self._add(new) for new in scheduler_output.new_requests]
         if all(new.adapter_files is None for new in new_requests):
             return None

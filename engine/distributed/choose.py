@@ -1,4 +1,5 @@
-"""Chooses the executor that runs the ranks. No torch, so that workers can be started before it is imported."""
+"""Chooses the executor that runs the ranks. Must not import torch, so that workers can be started before it is
+imported."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def choose_executor(facts: ExecutorFacts) -> ExecutorChoice:
             "(--tensor-parallel-size, --pipeline-parallel-size), ray, or --device cpu"
         )
     if facts.asked is not None:
-        return ExecutorChoice(facts.asked, "it was asked for")
+        return ExecutorChoice(facts.asked, "it was requested")
     if facts.in_placement_group:
         return ExecutorChoice("ray", "this runs inside a Ray placement group")
     if ranks == 1:
@@ -75,7 +76,7 @@ def _choose_for_nodes(facts: ExecutorFacts, local_ranks: int) -> ExecutorChoice:
 
 
 def gather_facts(options: EngineOptions, in_placement_group: bool = False, engine: int = 0) -> ExecutorFacts:
-    """Find the facts from the options and from this host. engine: index of the data-parallel engine."""
+    """Gather the facts from the options and this host. engine: index of the data-parallel engine."""
     gpus = len(list_gpus(os.environ.get(VISIBLE_DEVICES))) if options.device != "cpu" else 0
     only_choice = "inprocess" if options.model_impl == "transformers" else None
     placement = EnginePlacement.from_options(options)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ControlSocket:
-    """Receives messages of ranks from all connections. Not thread-safe.
+    """Exchanges messages with ranks over all connections. Not thread-safe.
 
     url: the address for ranks, a Unix socket unless ranks come from several hosts."""
 
@@ -26,7 +26,7 @@ class ControlSocket:
         self._endpoint = endpoint
         self._directory = tempfile.mkdtemp(prefix="serve-llm-ranks-")  # mode 700: no other user reaches the socket
         self._identities: dict[int, bytes] = {}
-        self._heartbeats: dict[int, bytes] = {}  # connections that are open as long as their rank runs
+        self._heartbeats: dict[int, bytes] = {}  # connections that stay open as long as their rank runs
         self._socket: zmq.Socket[bytes]
         if endpoint is None:
             self._socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -43,7 +43,7 @@ class ControlSocket:
         send(self._socket, self._identities[rank], messages.encode(message))
 
     def receive(self, seconds: float) -> list[tuple[int, messages.FromRank]]:
-        """Messages that have arrived, with their ranks. If there are none, wait up to `seconds` for one."""
+        """Return the messages that have arrived, with their ranks. If there are none, wait up to `seconds` for one."""
         received: list[tuple[int, messages.FromRank]] = []
         timeout = int(seconds * 1000)
         while self._socket.poll(timeout):
@@ -60,7 +60,7 @@ class ControlSocket:
         return received
 
     def _identify(self, identity: bytes, message: messages.FromRank) -> int | None:
-        """The rank that sent the message. None for heartbeat connections, and for processes that are no rank."""
+        """Find the rank that sent the message; None for heartbeat connections and for processes that are not ranks."""
         if isinstance(message, messages.WorkerAlive):
             if message.rank in range(self._size):
                 self._heartbeats[message.rank] = identity
@@ -74,12 +74,12 @@ class ControlSocket:
         return None
 
     def find_lost(self) -> list[int]:
-        """Ranks whose heartbeat connection is gone."""
+        """Find the ranks whose heartbeat connection is gone."""
         return [rank for rank, peer in self._heartbeats.items() if not send(self._socket, peer, PING)]
 
     def remove_path(self) -> None:
-        """Remove the socket's path. Call once all ranks are connected: then they need it no more, and nothing is left
-        of it however this process ends."""
+        """Remove the socket's path. Call this once all ranks are connected and no longer need it, so that nothing is
+        left behind however this process ends."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
@@ -88,6 +88,6 @@ class ControlSocket:
         self.remove_path()
 
     def close_after_watching(self) -> None:
-        """Close a socket of this host only; an endpoint closes its own."""
+        """Close a socket of this host; an endpoint closes its own."""
         if self._endpoint is None:
             self._socket.close()

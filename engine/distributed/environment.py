@@ -1,6 +1,6 @@
 """Which environment variables of the engine are copied to workers on other nodes.
 
-A variable that a node has set itself is kept there. Variables of one machine or one process are never copied: addresses
+A node keeps variables that it has set itself. Variables specific to a machine or process are never copied: addresses
 and interfaces, devices, ranks in a job, paths.
 """
 
@@ -38,6 +38,6 @@ def apply_variables(environ: MutableMapping[str, str], copied: Mapping[str, str]
 
 
 def read_initial_environ() -> dict[str, str]:
-    """The environment that this process was started with."""
+    """Read the environment that this process was started with."""
     entries = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
     return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}

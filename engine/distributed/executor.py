@@ -1,4 +1,4 @@
-"""What the engine loop needs of a set of workers, and the executor of engines that step together."""
+"""The interface between the engine loop and a set of workers, and the executor of engines that step together."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ class Executor(Protocol):
     """Runs steps on all ranks, in order. Each result is a future, so that several steps can be in flight."""
 
     depth: int  # most steps in flight
-    layout: CacheLayout  # agreed over all ranks
+    layout: CacheLayout  # agreed by all ranks
     hosts: Sequence[str] = ()  # name of each rank's host
-    host_memory: Sequence[HostMemory] = ()  # where ranks that hold KV have slots, if blocks are offloaded
+    host_memory: Sequence[HostMemory] = ()  # offload slots of the ranks that hold KV, if blocks are offloaded
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         """Start a step. The future holds one RunnerOutput per ScheduledTokens, or the worker's exception. masks: set if
-        the step has masked chunks; called once the step has started, so that it is computed meanwhile."""
+        the step has masked chunks; called after the step has started, so that both run concurrently."""
 
     def must_step(self) -> bool:
         """Whether to run a step even if nothing is scheduled, because other engines wait for it."""
         return False
 
     def check(self) -> None:
-        """Raise what a worker has failed with since the last call, also between steps."""
+        """Raise the error of any worker that has failed since the last call, even between steps."""
 
     def drain(self) -> None:
-        """Run the steps that other engines still need. Call once this engine has no more work."""
+        """Run the steps that other engines still need. Call this when the engine has no more work."""
         return
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
+        """Stop the workers. Idempotent."""
 
 
 class Workers(Protocol):
-    """The workers of one engine while it starts. They have joined their process groups."""
+    """The workers of one starting engine, after they have joined their process groups."""
 
     def load(self) -> list[LoadDone]:
-        """Load the weights on all ranks. Raises what a rank failed with."""
+        """Load the weights on all ranks. Raises the error of a rank that fails."""
 
     def allocate_cache(self, num_blocks: int, num_slots: int) -> list[CacheReady]:
         """Allocate the KV cache on all ranks, and slots of host memory."""
 
     def build_executor(self, layout: CacheLayout) -> Executor:
-        """The executor, which owns the workers from now on. layout: that of the rank with the largest blocks."""
+        """Build the executor, which then owns the workers. layout: that of the rank with the largest blocks."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the workers if there will be no executor. error: why."""
+        """Stop the workers if there will be no executor. error: the reason."""
 
 
 class SyncedExecutor(Executor):

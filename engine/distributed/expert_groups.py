@@ -1,5 +1,5 @@
-"""Sets up the expert-parallel groups: the ranks with the same number in all data-parallel engines, which are in the
-same pipeline stage, are one group.
+"""Sets up the expert-parallel groups. A group consists of the ranks with the same number in all data-parallel engines,
+which are in the same pipeline stage.
 
 On GPUs a group uses NCCL. On CPUs it uses shared memory if all its ranks are on the engines' host, otherwise gloo.
 """
@@ -23,7 +23,7 @@ RING_BYTES = 1 << 20  # size of a rank's ring in its group
 
 
 class _EngineOffer(msgspec.Struct, frozen=True):
-    """What one engine has created for the groups, and where its ranks are."""
+    """What one engine has created for the groups, and the hosts of its ranks."""
 
     host_ids: list[str]  # by rank
     rings: list[ShmHandle | None]  # by rank; None on GPUs and for ranks on other hosts
@@ -32,7 +32,7 @@ class _EngineOffer(msgspec.Struct, frozen=True):
 
 
 class ExpertParallelGroups:
-    """This engine's part of all expert-parallel groups. Keep it as long as the engine's ranks run."""
+    """This engine's part of all expert-parallel groups. Must live as long as the engine's ranks."""
 
     def __init__(self, config: Config, sync: DPStepSync, address: str = "") -> None:
         """sync: with the other engines. address: of the engines' host, for ranks on other hosts; "" if there are
@@ -44,10 +44,10 @@ class ExpertParallelGroups:
         self._store: object = None
 
     def join(self, host_ids: Sequence[str], check: Callable[[], object] = lambda: None) -> list[ExpertGroupSetup]:
-        """Exchange with the other engines what each has created. Returns how each rank of this one joins its group.
+        """Exchange with the other engines what each has created. Returns how each rank of this engine joins its group.
 
-        host_ids: of this engine's ranks. check: called again and again while waiting, to raise what has failed
-        meanwhile. Raises EngineError, which names the engines that do not join.
+        host_ids: of this engine's ranks. check: called repeatedly while waiting, to raise failures. Raises EngineError,
+        which names the engines that do not join.
         """
         here = host_id()
         self._rings = [
@@ -63,7 +63,7 @@ class ExpertParallelGroups:
         return [self._build_setup(offers, rank) for rank in range(len(host_ids))]
 
     def _open_store(self) -> tuple[str, int]:
-        """Host the key-value store, in engine 0, in which the ranks find each other. Returns its address and port."""
+        """Host the key-value store for the ranks' rendezvous, in engine 0. Returns its address and port."""
         if self.sync.engine != 0 or not (self._on_gpus or self.address):
             return "", 0
         from serve_llm.engine.parallel.torch_group import create_store

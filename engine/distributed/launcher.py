@@ -1,4 +1,5 @@
-"""Starts workers as processes on this host and watches them. No torch, so that the workers start at once."""
+"""Starts workers as processes on this host and watches them. Must not import torch, so that the workers start
+immediately."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from serve_llm.engine.worker.cpu_threads import usable_cores
 
 logger = logging.getLogger(__name__)
 
-END_SECONDS = 5.0  # for killed processes to exit
-MANY_RANKS = 4  # per core; fewer are for trying something out, more are a mistake
+END_SECONDS = 5.0  # time for killed processes to exit
+MANY_RANKS = 4  # ranks per core; fewer may be an experiment, more are a mistake
 
 SECRET_VARIABLE = "SERVE_LLM_CLUSTER_SECRET"  # all users of a host can read command lines
 
@@ -40,12 +41,12 @@ class WorkerLauncher:
         the parent-death pipe.
 
         secret: of the engine's endpoint. address: of this host, for ranks on others. directory: of the checkpoint, if
-        its path may differ from that on the engine's host. environ: of the processes, besides the secret.
+        its path may differ from that on the engine's host. environ: environment of the processes, without the secret.
         """
         cores = usable_cores()
         if len(ranks) > MANY_RANKS * cores:
             logger.warning(
-                "%d ranks start on %d cores and wait for each other, from loading on; fewer are faster "
+                "%d ranks on %d cores wait for each other from loading on; fewer are faster "
                 "(--tensor-parallel-size, --pipeline-parallel-size)",
                 len(ranks),
                 cores,
@@ -60,7 +61,7 @@ class WorkerLauncher:
             variables = {**environ, SECRET_VARIABLE: secret}
             set_library_defaults(variables)  # a node without an engine has not set them
             if rank != ranks[0]:
-                variables["TQDM_DISABLE"] = "1"  # show one progress bar only
+                variables["TQDM_DISABLE"] = "1"  # show only one progress bar
             self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables)
 
     def find_ended(self) -> Mapping[int, str]:
@@ -86,16 +87,14 @@ class WorkerLauncher:
         for rank, process in self._processes.items():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:  # it waits in the kernel, for example for a driver or a file server
-                logger.error(
-                    "rank %d (%s) does not end, not even killed: %s", rank, self.describe_place(rank), self.state(rank)
-                )
+            except subprocess.TimeoutExpired:  # it is blocked in the kernel, for example by a driver or a file server
+                logger.error("rank %d (%s) survives SIGKILL: %s", rank, self.describe_place(rank), self.state(rank))
             if process.stdin is not None:
                 process.stdin.close()
 
 
 def process_state(pid: int) -> str:
-    """What a process of this host does; see `LaunchedWorkers.state`."""
+    """Return the state of a process on this host; see `LaunchedWorkers.state`."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -9,7 +9,7 @@
                                  <-    AllocateCache
     CacheReady                   ->
 
-After that only steps follow, on the step channel. A worker may send Failed at any time.
+Afterwards there are only steps, on the step channel. A worker may send Failed at any time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.worker.cpu_threads import Threads
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 
-LOAD_SECONDS = 3600.0  # for weights, which may come over a slow network
-LOOPBACK = "127.0.0.1"  # address for ranks that are all on one host
+LOAD_SECONDS = 3600.0  # time to load weights, possibly over a slow network
+LOOPBACK = "127.0.0.1"  # address if all ranks are on one host
 
 
 class WorkerHello(msgspec.Struct, tag=True, frozen=True):
     rank: int
-    host: str  # name, for messages to people
+    host: str  # name for log and error messages
     host_id: str  # equal for processes that can share memory
     address: str  # the host's address for ranks on other hosts; "" if there are none
     pid: int
@@ -41,7 +41,7 @@ class WorkerHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class WorkerAlive(msgspec.Struct, tag=True, frozen=True):
-    """Registers its connection as the heartbeat of the rank: if the connection is lost, so is the rank."""
+    """Registers its connection as the rank's heartbeat: a lost connection means a lost rank."""
 
     rank: int
 
@@ -55,7 +55,7 @@ class LoadDone(msgspec.Struct, tag=True, frozen=True):
     weight_bytes: int
     threads: Threads
     num_slots: int = 0  # blocks that --kv-offload-memory holds here
-    host: str = msgspec.field(default_factory=socket.gethostname)  # name of the rank's host, for people
+    host: str = msgspec.field(default_factory=socket.gethostname)  # name of the rank's host for log and error messages
 
 
 class CacheReady(msgspec.Struct, tag=True, frozen=True):
@@ -99,7 +99,7 @@ class ChannelsReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """How ranks find each other through torch.distributed."""
+    """How ranks rendezvous through torch.distributed."""
 
     host_ids: list[str]  # one per rank, in order
     store: str  # address of the key-value store
@@ -107,7 +107,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 class SetupChannels(msgspec.Struct, tag=True, frozen=True):
-    """Create the rings between `ranks`, which are on this host, and host the key-value store if told to."""
+    """Create the rings between `ranks`, which are on this host, and host the key-value store if requested."""
 
     tp_size: int
     pp_size: int
@@ -129,7 +129,7 @@ class InitWorker(msgspec.Struct, tag=True, frozen=True):
     rendezvous: Rendezvous | None  # None if all ranks are on one host and on CPUs
     expert_group: ExpertGroupSetup | None = None  # None if no other engine holds experts
     log_format: str = "text"
-    logs_progress: bool = False  # one rank of each host logs how far loading is
+    logs_progress: bool = False  # one rank of each host logs the progress of loading
 
 
 class AllocateCache(msgspec.Struct, tag=True, frozen=True):
@@ -155,6 +155,6 @@ decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 
 
 def build_hello(rank: int, address: str = "", directory: str | None = None) -> WorkerHello:
-    """The hello of this process. directory: the local checkpoint, if it must be compared with other hosts'."""
+    """Build the hello of this process. directory: the local checkpoint, if it must be compared with other hosts'."""
     model = Path(directory) if directory else None
     return WorkerHello(rank, socket.gethostname(), host_id(), address, os.getpid(), fingerprint(model))

@@ -31,8 +31,8 @@ from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
 from serve_llm.engine.worker.kv_cache import CacheLayout
 
-WARM_STEPS = 100  # by then a GPU's kernels are compiled and its usual batch sizes captured
-WARM_STEP_SECONDS = 60.0  # takes the place of STEP_SECONDS then
+WARM_STEPS = 100  # after this many steps, a GPU's kernels are compiled and its usual batch sizes captured
+WARM_STEP_SECONDS = 60.0  # replaces STEP_SECONDS from then on
 
 JoinExpertGroups = Callable[[Sequence[str], Callable[[], object]], list[messages.ExpertGroupSetup]]
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 
 def launch_workers(size: int, address: str = "") -> WorkerGroup:
-    """Start the processes; they import what they need while the caller does the same. address: of this host, for ranks
-    of other engines on other hosts."""
+    """Start the processes, whose imports run in parallel with the caller's. address: of this host, for ranks of other
+    engines on other hosts."""
     return WorkerGroup(size, lambda url: WorkerLauncher(range(size), url, address=address))
 
 
@@ -54,9 +54,9 @@ def connect_workers(
 ) -> WorkerProcesses:
     """Connect the engine and its workers with each other.
 
-    model: config.json, from which `spec` was read. worker_group: ends with what is returned. join_experts:
-    `ExpertParallelGroups.join`, if data-parallel engines share the experts. Raises what a rank failed with, in a
-    message that names it.
+    model: config.json, from which `spec` was read. worker_group: closed together with the result. join_experts:
+    `ExpertParallelGroups.join`, if data-parallel engines share the experts. Raises the error of a rank that fails, with
+    a message that names the rank.
     """
     parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
     setup: RankSetup | None = None
@@ -148,7 +148,7 @@ class WorkerProcesses(Workers):
 
 
 class RemoteStepFuture(Future[StepResult]):
-    """A step in flight. `result` receives in the calling thread, so that no other thread has to wake it."""
+    """A step in flight. `result` receives in the calling thread, which saves a wake-up by another thread."""
 
     def __init__(self, executor: MpExecutor) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class MpExecutor(Executor):
         """worker_group: watched, ended by `close`. shared_memory: kept alive for other engines."""
         self.depth = 2 if config.async_scheduling else config.pipeline_parallel_size
         if config.device == "cuda" and config.pipeline_parallel_size > 1:
-            self.depth += 1  # a stage has the next step before the host has the ids of the last one
+            self.depth += 1  # a stage has the next step before the host has the ids of the previous one
         self.layout = layout
         self._worker_group = worker_group
         self._setup = setup
@@ -193,7 +193,7 @@ class MpExecutor(Executor):
         try:
             step = self._encode(scheduler_output)
             self._steps.send(step, self._time_limit, self._encode_for_other_hosts(scheduler_output))
-            if masks is not None:  # ranks compute up to the sampling meanwhile
+            if masks is not None:  # meanwhile, ranks compute up to sampling
                 self._steps.send(masks(), self._time_limit)
             self._in_flight.append(future)
         except (ChannelClosed, TimeoutError) as error:
@@ -206,7 +206,7 @@ class MpExecutor(Executor):
         return None if step is None else self._encode(step)
 
     def collect(self, wanted: RemoteStepFuture) -> None:
-        """Receive results, which come in the order of the steps, up to this one's."""
+        """Receive results, which arrive in the order of the steps, up to this one's."""
         while not wanted.done():
             oldest = self._in_flight.popleft()
             began = time.monotonic()
@@ -221,13 +221,13 @@ class MpExecutor(Executor):
     def _time_limit(self) -> float:
         """Seconds without a result after which a step has failed.
 
-        Nothing else ends a step that hangs in a captured all-reduce: torch's watchdog does not see it."""
+        Nothing else ends a step that hangs in a captured all-reduce, which torch's watchdog does not see."""
         is_warm = self._on_gpus and self._num_results >= WARM_STEPS
         least = WARM_STEP_SECONDS if is_warm else STEP_SECONDS
         return self._step_timeout or max(least, STEP_FACTOR * self._longest)
 
     def _find_cause(self, error: Exception) -> Exception:
-        """The failure behind an error of the step channel."""
+        """Find the failure behind an error of the step channel."""
         if isinstance(error, TimeoutError):
             self._worker_group.fail(self._worker_group.build_silence_error(self._time_limit))
             self._setup.close()
@@ -247,7 +247,7 @@ class MpExecutor(Executor):
 
 
 def check_hosts(hellos: list[messages.WorkerHello], directory: str) -> None:
-    """Raises EngineError, in one line that names the hosts which differ from this one, and in what."""
+    """Raises EngineError with one line that names the hosts that differ from this one, and how."""
     others = {hello.host_id: hello for hello in hellos if hello.host_id != host_id()}
     if not others:
         return
@@ -259,7 +259,7 @@ def check_hosts(hellos: list[messages.WorkerHello], directory: str) -> None:
 
 
 def warn_of_groups_across_hosts(groups: list[range], hellos: list[messages.WorkerHello]) -> None:
-    """Log what it costs that ranks which exchange tensors in every layer are on several hosts."""
+    """Warn about the cost of tensor-parallel groups that span several hosts."""
     for group in groups:
         addresses = ", ".join(dict.fromkeys(hellos[rank].address for rank in group))
         logger.warning(

@@ -1,4 +1,4 @@
-"""Builds the process groups of one rank from what its executor sent: shared memory inside a host, torch.distributed
+"""Builds the process groups of one rank as its executor specifies: shared memory inside a host, torch.distributed
 between hosts and between GPUs.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def create_channels(request: SetupChannels, address: str) -> tuple[ChannelsReady, object]:
-    """Create the rings and the store that the executor asks for. Returns the reply, and an object that must be kept as
-    long as other ranks use them. address: of this host."""
+    """Create the rings and the store that the executor requests. Returns the reply, and an object to keep alive as long
+    as other ranks use them. address: of this host."""
     store = None
     if request.host_store:
         from serve_llm.engine.parallel.torch_group import create_store
@@ -107,7 +107,7 @@ def check_own_gpus(gpus: Sequence[str]) -> None:
         first = first_ranks.setdefault(gpu, rank)
         if first != rank:
             raise OptionError(
-                f"rank {first} and rank {rank} have the same GPU ({gpu}), and each rank needs its own; look at "
+                f"rank {first} and rank {rank} have the same GPU ({gpu}), and each rank needs its own; check "
                 "CUDA_VISIBLE_DEVICES on each host, or use fewer ranks (--tensor-parallel-size, "
                 "--pipeline-parallel-size)"
             )
@@ -131,7 +131,7 @@ class _GroupBuilder:
             self._store = connect_store(init.rendezvous.store, init.rendezvous.store_port, PEER_SECONDS)
 
     def check_gpus(self) -> None:
-        """Exchange which GPU each rank has. Raises OptionError if two have the same one, which NCCL cannot serve."""
+        """Exchange which GPU each rank has. Raises OptionError if two ranks share one, which NCCL does not support."""
         if self._store is None or self._backend != "nccl":
             return
         from serve_llm.engine.parallel.torch_group import gather_values
@@ -140,8 +140,8 @@ class _GroupBuilder:
         check_own_gpus(gather_values(self._store, "GPUs", self._rank, self._parallel.size, gpu, PEER_SECONDS))
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have loaded their weights, however long the slowest one takes: an operation on GPUs
-        would not wait that long. Raises EngineError."""
+        """Wait until all ranks have loaded their weights. Collectives on GPUs would time out during a slow load. Raises
+        EngineError."""
         if self._store is not None and self._backend == "nccl":
             from serve_llm.engine.parallel.torch_group import gather_values
 
@@ -199,7 +199,8 @@ class _GroupBuilder:
         return build_hierarchical_group(self._store, name, tp_rank, hosts, local, self._address, PEER_SECONDS)
 
     def link(self, other: int, handle: ShmHandle | None) -> PipelineLink | None:
-        """The link to or from rank `other`, None if there is no such rank. handle: of its ring on the same host."""
+        """Build the link to or from rank `other`; None if there is no such rank. handle: of its ring on the same
+        host."""
         if handle is not None:
             return ShmLink(Ring.open(handle), self._dtype)
         if not 0 <= other < self._parallel.size:

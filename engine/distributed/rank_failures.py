@@ -1,4 +1,4 @@
-"""Which ranks have failed, and which failure is the first cause."""
+"""Records which ranks have failed, and finds the first cause."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from serve_llm.common.messages import Failed
 
 
 class RankFailures:
-    """The failures of one executor's ranks, in the order in which they were noticed."""
+    """The failures of one executor's ranks, in the order of detection."""
 
     def __init__(self) -> None:
         self._errors: dict[int, ServeError] = {}  # by rank
-        self._unexplained: set[int] = set()  # ranks whose process ended, without a Failed message so far
+        self._unexplained: set[int] = set()  # ranks whose process has ended without a Failed message so far
 
     def __bool__(self) -> bool:
         return bool(self._errors)
 
     def add_message(self, rank: int, failed: Failed, where: str, phase: str) -> None:
-        """Record what a rank sent. It replaces a failure that is known only from how the process ended.
+        """Record the failure that a rank sent. It replaces one that is known only from the end of the process.
 
-        where: the rank, for messages to people. phase: as in `messages.PHASES`."""
+        where: name of the rank in messages. phase: as in `messages.PHASES`."""
         if rank not in self._errors or rank in self._unexplained:
             self._unexplained.discard(rank)
             self._errors[rank] = failed.to_exception(RankFailed, prefix=f"{where} failed {phase}: ")
@@ -32,7 +32,7 @@ class RankFailures:
             self._unexplained.add(rank)
 
     def add_error(self, rank: int, error: ServeError) -> None:
-        """Record an error whose message needs no addition. The first failure of a rank stays."""
+        """Record an error with a complete message. The first failure of a rank is kept."""
         self._errors.setdefault(rank, error)
 
     def is_complete(self, size: int) -> bool:
@@ -40,7 +40,7 @@ class RankFailures:
         return len(self._errors) >= size and not self._unexplained
 
     def find_causes(self) -> list[ServeError]:
-        """All failures except lost peers, which are consequences of another failure."""
+        """The failures except lost peers, which are consequences of another failure."""
         return [error for error in self._errors.values() if not isinstance(error, PeerLost)]
 
     def first_cause(self) -> ServeError:

@@ -1,7 +1,7 @@
 """Creates the shared memory of the ranks on one host, and decides how each rank reaches the engine and other ranks.
 
-One process of a host creates its rings: one per rank of a tensor-parallel group, one per link between pipeline stages.
-The ranks open them.
+One process per host creates the rings, one per rank of a tensor-parallel group and one per link between pipeline
+stages. The ranks open them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from serve_llm.engine.distributed.step_channels import RingSteps, SocketSteps, S
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm_ring import Ring
 
-MESSAGE_BYTES = 1 << 20  # size of a ring for steps or results; longer messages pass through in pieces
+MESSAGE_BYTES = 1 << 20  # size of a ring for steps or results; longer messages are sent in pieces
 GROUP_BYTES = 1 << 20  # size of a rank's ring in its group: half of it stays in a core's cache
 MIN_LINK_BYTES = 1 << 16
 MAX_LINK_BYTES = 1 << 26
@@ -33,7 +33,7 @@ class HostSetup:
     """All rings between the ranks `ranks` of an engine, which run on this host."""
 
     def __init__(self, parallel: ParallelLayout, ranks: Sequence[int], step_bytes: int) -> None:
-        """step_bytes: the most that a step sends from stage to stage; a link holds as many steps as are in flight."""
+        """step_bytes: the most that a step sends between stages; a link holds as many steps as are in flight."""
         self._parallel = parallel
         self._ranks = ranks
         self._group_rings: dict[int, Ring] = {}
@@ -62,7 +62,7 @@ class HostSetup:
         )
 
     def close(self) -> None:
-        """End every wait on any of the rings."""
+        """End all waits on these rings."""
         for ring in [*self._group_rings.values(), *self._link_rings.values()]:
             ring.close()
 
@@ -82,8 +82,8 @@ class RankSetup:
         endpoint: Endpoint | None,
         on_gpus: bool = False,
     ) -> None:
-        """host_ids: of all ranks. endpoint: where ranks on other hosts connect. on_gpus: tensors go through NCCL, which
-        finds the best way inside a host as well, and not through shared memory."""
+        """host_ids: of all ranks. endpoint: where ranks on other hosts connect. on_gpus: tensors use NCCL, which also
+        finds the best path inside a host, instead of shared memory."""
         self._parallel = parallel
         self._host_ids = list(host_ids)
         self._step_bytes = step_bytes
@@ -103,7 +103,8 @@ class RankSetup:
 
     @property
     def needs_store(self) -> bool:
-        """Whether ranks exchange tensors through torch.distributed, for which they meet in a key-value store."""
+        """Whether ranks exchange tensors through torch.distributed, which needs a key-value store for the
+        rendezvous."""
         return self._parallel.size > 1 and (self._on_gpus or len(set(self._host_ids)) > 1)
 
     @property
@@ -120,7 +121,7 @@ class RankSetup:
 
     @property
     def has_remote_ranks(self) -> bool:
-        """Whether some ranks are on other hosts than the engine."""
+        """Whether some ranks are not on the engine's host."""
         return bool(self._remote)
 
     def connect(self, seconds: float) -> None:
@@ -129,7 +130,7 @@ class RankSetup:
             self._step_socket.connect(seconds)
 
     def requests(self) -> dict[int, SetupChannels]:
-        """By rank: the first rank of each other host creates its rings, rank 0 hosts the store."""
+        """Requests by rank: the first rank of each other host creates its rings, and rank 0 hosts the store."""
         requests = {}
         for host in dict.fromkeys(self._host_ids):
             ranks = [rank for rank, host_id in enumerate(self._host_ids) if host_id == host]

@@ -1,6 +1,6 @@
-"""Chooses the executor and starts its worker processes, early, so that they import torch while the engine starts.
+"""Chooses the executor and starts its worker processes early, so that they import torch while the engine starts.
 
-No torch, and no Ray unless it is chosen.
+Must not import torch, nor Ray unless it is chosen.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def start_workers(
 
 
 def find_group_address(options: EngineOptions, worker_group: WorkerGroup | None) -> str:
-    """This host's address for the ranks of all engines on other hosts; "" if there are none. worker_group: this
+    """Find this host's address for ranks of any engine on other hosts; "" if there are none. worker_group: this
     engine's. Raises OptionError."""
     if worker_group is not None and worker_group.endpoint is not None:
         return worker_group.endpoint.address

@@ -1,7 +1,7 @@
 """The step channel, which carries each step to all ranks and each result back: through shared memory on the engine's
 host, over encrypted ZeroMQ to ranks on other hosts.
 
-It carries bytes; the executor and the worker program encode and decode them.
+It transports bytes; the executor and the worker program encode and decode them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from serve_llm.common.errors import EngineError
 from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
 from serve_llm.engine.parallel.shm_ring import Ring
 
-POLL_SECONDS = 0.1  # between two looks at whether the channel has been closed
-STEP_SECONDS = 300.0  # a step without a result has failed after this; a large prompt on a CPU takes many seconds
+POLL_SECONDS = 0.1  # between two checks whether the channel has been closed
+STEP_SECONDS = 300.0  # limit for the result of a step; a large prompt on a CPU takes many seconds
 STEP_FACTOR = 20  # a step may take this many times as long as the longest step so far
 
 
 class ConnectionLost(ChannelClosed):
-    """The step connection to these ranks is lost."""
+    """The step connection to these ranks was lost."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(f"the step connection to rank {' and '.join(map(str, ranks))} is lost")
@@ -36,7 +36,7 @@ class StepChannel(Protocol):
     """The engine's end."""
 
     def send(self, message: bytes, seconds: float = STEP_SECONDS, remote_message: bytes | None = None) -> None:
-        """Send to all ranks. Raises TimeoutError if they do not take it in time, ChannelClosed after `close`.
+        """Send to all ranks. Raises TimeoutError if they do not accept it in time, ChannelClosed after `close`.
 
         remote_message: for ranks on other hosts, instead of `message`.
         """
@@ -80,7 +80,7 @@ class RingSteps:
         self._steps.send(message, seconds, self._take_answers)
 
     def _take_answers(self) -> None:
-        """Make room for results: a rank that cannot write its result takes no step."""
+        """Make room for results, because a rank that cannot write its result accepts no step."""
         while self._answers.ready:
             self._arrived.append(self._answers.receive(STEP_SECONDS))
 

@@ -1,6 +1,6 @@
 """The workers of one executor: starts them, waits for their messages, and finds the first cause when one fails.
 
-Knows nothing of models or steps, nor how workers are started: a `LaunchedWorkers` does that.
+Independent of models and steps, and of how workers are started, which is up to a `LaunchedWorkers`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from serve_llm.engine.distributed.rank_failures import RankFailures
 
 logger = logging.getLogger(__name__)
 
-END_SECONDS = 10.0  # for the watching thread to end
-POLL_SECONDS = 0.1  # between two looks at the workers' processes
-STOPPED_BEATS = 5  # a process that is stopped at this many successive looks, a second apart, has failed
-SETTLE_SECONDS = 0.3  # after the first sign of a failure, because its cause may arrive after its consequences
-START_SECONDS = 300.0  # for a process to start and import torch on a busy machine
-LOSS_SECONDS = LOST_SECONDS + 2 * BEAT_SECONDS  # until the loss of another host is known
+END_SECONDS = 10.0  # time for the watching thread to end
+POLL_SECONDS = 0.1  # between two checks of the workers' processes
+STOPPED_BEATS = 5  # a process found stopped in this many successive checks, a second apart, has failed
+SETTLE_SECONDS = 0.3  # wait after the first sign of a failure, because its cause may arrive after its consequences
+START_SECONDS = 300.0  # time for a process to start and import torch on a busy machine
+LOSS_SECONDS = LOST_SECONDS + 2 * BEAT_SECONDS  # time to detect the loss of another host
 
 T = TypeVar(
     "T", messages.WorkerHello, messages.ChannelsReady, messages.GroupsReady, messages.LoadDone, messages.CacheReady
@@ -33,33 +33,33 @@ T = TypeVar(
 
 
 class LaunchedWorkers(Protocol):
-    """Worker processes as their launcher sees them."""
+    """The launcher's interface to its worker processes."""
 
     def find_ended(self) -> Mapping[int, str | ServeError]:
-        """How each rank that is gone ended, such as "signal SIGKILL", or HostLost("loss of its node"), or an error that
-        needs no addition. Quick."""
+        """How each dead rank ended, such as "signal SIGKILL", or HostLost("loss of its node"), or an error with a
+        complete message. Must return quickly."""
 
     def describe_place(self, rank: int) -> str:
         """Such as "host abc, pid 123"."""
 
     def state(self, rank: int) -> str:
-        """What the rank's process does: "stopped", "running", "waiting", or "" if unknown."""
+        """State of the rank's process: "stopped", "running", "waiting", or "" if unknown."""
 
     def serve(self) -> None:
-        """The engine is ready."""
+        """Called when the engine is ready."""
 
     def end(self, cause: str = "") -> None:
-        """End all ranks and wait until they are gone. cause: "" at an orderly shutdown. Idempotent."""
+        """Stop all ranks and wait until they are gone. cause: "" on an orderly shutdown. Idempotent."""
 
 
 class _StoppedProcesses:
-    """Counts how often in a row each rank's process was seen stopped."""
+    """Counts in how many successive checks each rank's process was stopped."""
 
     def __init__(self) -> None:
         self._looks: dict[int, int] = {}
 
     def update(self, stopped: Iterable[int]) -> list[int]:
-        """Record which ranks are stopped now. Returns those that have been for too long."""
+        """Record which ranks are stopped now. Returns those that have been stopped for too long."""
         self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in stopped}
         return [rank for rank, looks in self._looks.items() if looks >= STOPPED_BEATS]
 
@@ -98,7 +98,7 @@ class WorkerGroup:
     def gather(self, kind: type[T], seconds: float, ranks: Iterable[int] | None = None) -> list[T]:
         """Wait for a message of this kind from every rank, or every one of `ranks`; in their order.
 
-        Raises the first cause as soon as a rank fails, and EngineError that names the ranks that are late.
+        Raises the first cause as soon as a rank fails, or an EngineError that names the late ranks.
         """
         deadline = time.monotonic() + seconds
         awaited = list(range(self.size) if ranks is None else ranks)
@@ -126,7 +126,7 @@ class WorkerGroup:
             raise self.failure
 
     def watch(self, on_failure: Callable[[], None]) -> None:
-        """From now on let a thread notice failures: it sets `failure`, then calls `on_failure`."""
+        """Start a thread that detects failures: it sets `failure`, then calls `on_failure`."""
 
         def run() -> None:
             try:
@@ -156,12 +156,12 @@ class WorkerGroup:
         self._has_failed.set()
 
     def cause(self) -> ServeError:
-        """Why the ranks have gone. Waits for the watching thread if their end was noticed in another way."""
+        """Find out why the ranks are gone. Waits for the watching thread if their end was detected elsewhere."""
         self._has_failed.wait(LOSS_SECONDS + 5)
         return self.failure or EngineError("the ranks have ended")
 
     def build_silence_error(self, seconds: float) -> RankFailed:
-        """The error of a step without a result: names the ranks that the others wait for, if that can be seen."""
+        """Build the error of a step without a result. Names the ranks that the others wait for, if known."""
         states = {rank: self._launched.state(rank) for rank in range(self.size)}
         silent: list[int] = []
         state = ""
@@ -174,12 +174,12 @@ class WorkerGroup:
         return RankFailed(f"{names}{state_text}: no answer {self._phase(silent[0])} for {seconds:.0f} s")
 
     def build_loss_error(self, ranks: Iterable[int]) -> RankFailed:
-        """The error of a step that could not be sent to these ranks."""
+        """Build the error of a step that could not be sent to these ranks."""
         names = "; ".join(map(self._describe, ranks))
         return RankFailed(f"{names}: the connection for steps is lost, by the network or a stop of more than seconds")
 
     def close(self, cause: BaseException | None = None) -> None:
-        """End all ranks. cause: why, unless a rank has failed or the shutdown is orderly. Idempotent."""
+        """Stop all ranks. cause: the reason, unless a rank has failed or the shutdown is orderly. Idempotent."""
         self._closing.set()
         self._launched.end(str(self.failure or cause or ""))
         if self._watcher is not None:
@@ -192,7 +192,7 @@ class WorkerGroup:
         """Receive messages, waiting up to `seconds` for the first, and record which ranks have failed."""
         ended = (
             self._launched.find_ended()
-        )  # before receiving: the last message of a process that has ended is already here
+        )  # before receiving, so that the last message of a process that has ended is already here
         for rank, message in self._socket.receive(0.0 if ended else seconds):
             if isinstance(message, Failed):
                 self._failures.add_message(rank, message, self._describe(rank), self._phase(rank))
@@ -218,10 +218,10 @@ class WorkerGroup:
             self._failures.add_end(rank, loss, self._describe(rank), self._phase(rank))
 
     def _find_first_cause(self) -> ServeError:
-        """Wait a moment for the cause, which its consequences may overtake on their way here."""
+        """Wait a moment for the cause, because its consequences may arrive first."""
         began = time.monotonic()
         while not self._failures.is_complete(self.size) and not self._closing.is_set():
-            # A lost peer is never the first cause, and the loss of a host is known only after a while.
+            # A lost peer is never the first cause, and the loss of a host is detected late.
             only_lost_peers = self.endpoint is not None and not self._failures.find_causes()
             if time.monotonic() > began + (LOSS_SECONDS if only_lost_peers else SETTLE_SECONDS):
                 break
@@ -237,6 +237,6 @@ class WorkerGroup:
 
 
 def _phase_before(awaited: type[T]) -> str:
-    """What ranks do that have not sent `awaited` yet."""
+    """Describe the state of ranks that have not sent `awaited` yet."""
     kinds = list(messages.PHASES)
     return messages.PHASES[kinds[kinds.index(awaited) - 1]].removeprefix("while ")

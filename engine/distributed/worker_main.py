@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from serve_llm.engine.worker.pending_step import PendingStep
     from serve_llm.engine.worker.worker import Worker
 
-POLL_SECONDS = 20e-6  # between two looks at whether a step has been computed or another one has come
+POLL_SECONDS = 20e-6  # between two checks whether a step is finished or another one has arrived
 
 logger = logging.getLogger("serve_llm.engine.distributed.worker_main")  # also when run by -m
 
@@ -68,8 +68,8 @@ class ControlConnection:
         return message
 
     def set_up_channels(self) -> tuple[messages.InitWorker, object]:
-        """Create the channels that the executor asks for, until it sends InitWorker. Returns that message, and an
-        object to keep as long as this worker runs."""
+        """Create the channels that the executor requests, until it sends InitWorker. Returns that message, and an
+        object to keep alive as long as this worker runs."""
         message = messages.decode_to_rank(self._socket.recv())
         if isinstance(message, messages.SetupChannels):
             from serve_llm.engine.distributed.process_groups import create_channels
@@ -81,13 +81,13 @@ class ControlConnection:
         return message, None
 
     def close(self) -> None:
-        """Wait until the last message has gone out, at most two seconds: torch's threads may abort the exit."""
+        """Wait at most two seconds until the last message has been sent, because torch's threads may abort at exit."""
         self._context.destroy(linger=2000)
 
 
 def run(connection: ControlConnection, rank: int, directory: str | None = None) -> None:
     """Run the worker until the step channel is closed. directory: of the checkpoint, if not the engine's."""
-    # These imports take seconds and are needed in any case, so they come before the wait for the executor.
+    # These imports take seconds and are always needed, so they precede the wait for the executor.
     import torch
 
     from serve_llm.engine.distributed.process_groups import build_process_groups
@@ -104,7 +104,7 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
         if not torch.cuda.is_available():
             cause = explain_unusable_gpus(read_gpu_software()) or "look at nvidia-smi"
             raise CapacityError(f"torch finds no GPU on this host: {cause}")
-        torch.cuda.set_device(init.device_index % torch.cuda.device_count())  # under Ray a rank sees its own GPU only
+        torch.cuda.set_device(init.device_index % torch.cuda.device_count())  # under Ray, a rank sees only its own GPU
     parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
     groups = build_process_groups(parallel, rank, init, connection.address)
     source = open_step_source(connection, rank, init.steps)
@@ -118,9 +118,9 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     request = connection.receive(messages.AllocateCache)
     layout = worker.allocate(request.num_blocks, request.num_slots)
     connection.send(messages.CacheReady(layout, worker.host_memory))
-    gc.freeze()  # else each full collection goes through all modules, which takes longer than a step
+    gc.freeze()  # otherwise each full collection traverses all modules, which takes longer than a step
     run_steps(worker, source, answers=rank == parallel.output_rank)
-    del channels  # other ranks use them until now
+    del channels  # other ranks may have used them until now
 
 
 def open_step_source(
@@ -134,8 +134,8 @@ def open_step_source(
 
 
 def run_steps(worker: Worker, source: StepSource, answers: bool) -> None:
-    """Compute steps until the channel is closed, which raises ChannelClosed. On a GPU the next step is started while
-    the last one is computed. answers: whether this rank sends results."""
+    """Compute steps until the channel is closed, which raises ChannelClosed. On a GPU, the next step starts while the
+    previous one is computed. answers: whether this rank sends results."""
     import msgspec
 
     from serve_llm.engine.scheduler.output import SchedulerOutput
@@ -155,9 +155,9 @@ def run_steps(worker: Worker, source: StepSource, answers: bool) -> None:
 
 
 def end_with_engine(url: str, secret: str, rank: int) -> None:
-    """Keep a heartbeat connection to the engine, and end this process when the engine is gone or out of reach.
+    """Keep a heartbeat connection to the engine, and end this process when the engine is gone or unreachable.
 
-    Run it in a thread of a worker that no process on its host watches."""
+    Run this in a thread of a worker that no process on its host watches."""
     line = CurveClient(url, secret)
     line.send(messages.encode(messages.WorkerAlive(rank)))
     try:
@@ -190,7 +190,7 @@ def main() -> int:
 
 
 def serve(connection: ControlConnection, rank: int, directory: str | None) -> int:
-    """Run the worker to its end, and send Failed if that is an error. Returns the exit code."""
+    """Run the worker until it ends, and send Failed on an error. Returns the exit code."""
     try:
         run(connection, rank, directory)
     except ChannelClosed:

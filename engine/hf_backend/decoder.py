@@ -1,7 +1,8 @@
 """A decoder that runs transformers' own code, with its attention replaced by our attention over our KV cache.
 
-transformers calls attention functions by name. The function registered here passes each call to the `step` argument
-that the model's forward hands through, so there is no global state. `probe` finds out beforehand which modules call it.
+transformers calls attention functions by name. The function registered here forwards each call to the `step` argument
+that the model's forward passes through, so there is no global state. `probe` finds out beforehand which modules call
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from serve_llm.engine.model.spec import KVGroup
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.registry import Kernels
 
-NAME = "serve_llm"  # under which our attention is registered in transformers
+NAME = "serve_llm"  # name under which our attention is registered in transformers
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ AttentionInterface.register(NAME, attend)
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape of one layer's attention, as the probe found it."""
+    """The shape of one layer's attention, as found by the probe."""
 
     heads: int
     kv_heads: int
@@ -144,7 +145,7 @@ class PretrainedDecoder:
         return self.forward(inputs, caches, rows)
 
     def run_without_tokens(self, dtype: torch.dtype) -> None:
-        """See `Decoder.idle`: no other engine asks anything of this one."""
+        """See `Decoder.run_without_tokens`: this model has no experts that other engines use."""
 
 
 def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -186,8 +187,8 @@ class _StepContext:
 
 
 def take_apart(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The layers, and what makes logits of their hidden rows: the same model, whose layers now return the
-    `inputs_embeds` that they are given."""
+    """Split a model into its layers and the head that computes logits from their output. The head is the same model
+    with layers that return their `inputs_embeds`."""
     body: PreTrainedModel = model.base_model
     setattr(model, model.base_model_prefix, _Passage())
     return body, model
@@ -199,7 +200,7 @@ class _Passage(nn.Module):
 
 
 class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
-    """Other outputs of the layers are None here; the probe detects a head that needs them."""
+    """Other outputs of the layers are None; the probe detects a head that needs them."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -220,9 +221,9 @@ class PackedLinear(nn.Module):
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module, linears: Set[nn.Module], kernels: Kernels, dtype: torch.dtype) -> None:
-    """Put PackedLinear for those `linears` that are of the dtype, one by one, so that each weight is there twice only
-    for a moment."""
-    # Without the layers themselves: the list would keep their weights.
+    """Replace those `linears` that have this dtype by PackedLinear, one at a time, so that only one weight is briefly
+    held twice."""
+    # Not the layers themselves, because the list would keep their weights alive.
     for module in [module for module in model.modules() if module not in linears]:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and child in linears and child.weight.dtype == dtype:

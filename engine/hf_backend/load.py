@@ -1,6 +1,6 @@
 """Loading a model in transformers' own code, for architectures without a family file.
 
-Importing this module takes seconds, so import it only where it is needed. Code in a checkpoint is never run.
+Importing this module takes seconds, so import it lazily. Code in a checkpoint is never executed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 def read_pretrained(directory: Path, max_model_len: int | None) -> PretrainedSpec:
     """Read config.json. max_model_len: the option as given.
 
-    Raises UnsupportedModel for a model that cannot be served so, if that is known before a weight is read;
-    OptionError where another --max-model-len is needed.
+    Raises UnsupportedModel for a model that cannot be served this way, if that is known before weights are read;
+    OptionError if another --max-model-len is needed.
     """
     if (directory / LINK).is_file():
         raise OptionError("--model-impl: transformers' own code is served from safetensors, not from GGUF; omit it")
@@ -40,7 +40,7 @@ def read_pretrained(directory: Path, max_model_len: int | None) -> PretrainedSpe
     if config.is_encoder_decoder or kind is None:
         _refuse(_name(config), "transformers has no decoder-only language model for it")
     if kind._is_stateful or not kind.is_backend_compatible():
-        _refuse(_name(config), "it keeps another state than keys and values, or takes no attention by name")
+        _refuse(_name(config), "it keeps a state other than keys and values, or accepts no attention by name")
     if getattr(config, "quantization_config", None):
         _refuse(_name(config), "its checkpoint is quantised")
     text = config.get_text_config(decoder=True)
@@ -77,13 +77,13 @@ def load_pretrained(
     Raises ModelError when the checkpoint cannot be read or lacks weights, UnsupportedModel when the probe
     finds something that cannot be served, OptionError if the attention backend cannot be used.
     """
-    transformers.logging.set_verbosity_error()  # this module reports what matters
+    transformers.logging.set_verbosity_error()  # this module reports the relevant problems
     transformers.logging.disable_progress_bar()
     config = spec.config
     assert isinstance(config, PreTrainedConfig)
     try:
         model = _dummy(config, dtype, seed) if load_format == "dummy" else _read(directory, config, dtype)
-    except (ModelError, MemoryError, RuntimeError):  # torch lacks memory by a RuntimeError
+    except (ModelError, MemoryError, RuntimeError):  # torch reports out of memory as a RuntimeError
         raise
     except Exception as error:  # any class may read it
         raise ModelError(f"transformers cannot load {directory}: {_line(error)}") from error
@@ -141,7 +141,7 @@ def _read(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreT
 
 
 def _check_rope(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Raises OptionError where transformers would rotate all sequences of a step as its longest one needs."""
+    """Raise OptionError if transformers would choose the rotation of all sequences in a step by the longest one."""
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *given.values()):
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":

@@ -1,12 +1,11 @@
 """Checks whether a transformers model can be served, by running it on a few tokens and recording its attention calls.
 
-Only what the KV cache, the kernels and the scheduler support is accepted; anything else that the probe sees is an error
-that names it.
+It accepts only what the KV cache, the kernels and the scheduler support; anything else is an error that names it.
 
-The probe replaces attention by a function that mixes no tokens and records every call. It then runs the same tokens in
-another order, each with its position: the hidden rows must be permuted alike. Otherwise something besides attention
-carries information between tokens (a convolution, a recurrent state), or the model ignores the given positions.
-Without positions, the model must count 0, 1, 2, ...
+The probe replaces attention by a function that does not mix tokens and records every call. It then runs the same tokens
+in another order, each with its original position: the hidden rows must be permuted in the same way. Otherwise something
+besides attention carries information between tokens (a convolution, a recurrent state), or the model ignores the given
+positions. Without positions, the model must count 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ class _Probe:
         heads, _, head_dim = call.query.shape
         kv_heads = call.key.shape[0]
         if call.module in self.attention_shapes:
-            raise _ProbeRejection("one of its layers computes attention several times for a token")
+            raise _ProbeRejection("one of its layers computes attention several times per token")
         if unknown := sorted(name for name, value in call.others.items() if name not in HARMLESS and _is_set(value)):
             raise _ProbeRejection(f"its attention asks for {', '.join(unknown)}, which our kernels do not know")
         if heads % kv_heads or call.value.shape[0] != kv_heads or call.value.shape[-1] > head_dim:
             shapes = ", ".join(str(list(part.shape)) for part in (call.query, call.key, call.value))
-            raise _ProbeRejection(f"its queries, keys and values have shapes that our KV cache does not hold: {shapes}")
+            raise _ProbeRejection(f"its queries, keys and values have shapes that our KV cache cannot hold: {shapes}")
         self.attention_shapes[call.module] = AttentionShape(heads, kv_heads, head_dim, self._window(call.mask))
         shared = heads // kv_heads
         key, value = (part.repeat_interleave(shared, 0).float() for part in (call.key, call.value))
@@ -124,7 +123,7 @@ def probe_model(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> 
         why = str(error)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever the code of any model can raise
+    except Exception as error:  # a model's code may raise anything
         why = f"its code fails when it is called so: {type(error).__name__}: {' '.join(str(error).split())}"
     raise UnsupportedModel(f"{type(model).__name__} cannot be served by transformers' own code: {why}")
 
@@ -159,7 +158,7 @@ def _probe(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Probe
     without_positions, _ = run(body, ids, None)
     if not attention_shapes:
         raise _ProbeRejection("none of its layers calls attention by transformers' interface")
-    # The last bits of a product's rows may depend on other rows; the influence of another token is larger.
+    # The last bits of a product's rows may depend on other rows; the influence of another token is larger than that.
     tolerance = torch.finfo(model.dtype).eps ** 0.5
     if _differ(hidden[order], permuted, tolerance):
         raise _ProbeRejection(
@@ -167,9 +166,9 @@ def _probe(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Probe
             "cache does not hold), or it does not use the positions that it is given"
         )
     if _differ(hidden, without_positions, tolerance):
-        raise _ProbeRejection("it counts a sequence's positions otherwise than 0, 1, 2, ...")
+        raise _ProbeRejection("it does not count a sequence's positions as 0, 1, 2, ...")
     if logits.shape[1] != vocab_size or _differ(logits, logits_of(head, hidden), tolerance):
-        raise _ProbeRejection("its logits are not made of its last hidden states alone, or not one for each id")
+        raise _ProbeRejection("its logits do not depend on its last hidden states alone, or some id has none")
     for hook in hooks:
         hook.remove()
     return ProbeResult(body, head, attention_shapes, linears)

@@ -18,7 +18,7 @@ import zmq
 
 from serve_llm.common.errors import EngineError
 
-RECONNECT_MS = 20  # until an engine that starts later is found
+RECONNECT_MS = 20  # between two attempts to find an engine that starts later
 CHECK_SECONDS = 0.2
 
 
@@ -40,10 +40,11 @@ _decode = msgspec.msgpack.Decoder(_EngineJoined | _Entered | _Left).decode
 
 
 class DPStepSync:
-    """For use in one thread. `socket` becomes readable when another engine has sent a message."""
+    """For use in a single thread. `socket` becomes readable when another engine has sent a message."""
 
     def __init__(self, directory: Path, engine: int, engines: int) -> None:
-        """directory: the same for all engines, of this user alone, for their sockets. engine: which of them this is."""
+        """directory: for the sockets; the same for all engines, accessible to this user only. engine: index of this
+        one."""
         self.engine = engine
         self.engines = engines
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -54,7 +55,7 @@ class DPStepSync:
         for other in range(engines):
             if other != engine:
                 socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-                socket.set_hwm(0)  # the server ends an engine that reads nothing
+                socket.set_hwm(0)  # the server kills an engine that stops reading
                 socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
                 socket.setsockopt(zmq.LINGER, 1000)  # ms, to deliver the last message
                 socket.connect(_address(directory, other))
@@ -65,10 +66,11 @@ class DPStepSync:
         self._newest = 0  # number of the newest step of any engine
 
     def gather(self, value: bytes, seconds: float, check: Callable[[], object] = lambda: None) -> list[bytes]:
-        """Exchange a value: every engine's, in order, once all have called this. Call it once, before the first step.
+        """Exchange a value. Returns every engine's value in order, once all have called this. Call it once, before the
+        first step.
 
-        check: called every CHECK_SECONDS, to raise what has failed meanwhile. Raises EngineError after `seconds`, which
-        names the engines that are missing."""
+        check: called every CHECK_SECONDS, to raise failures. Raises EngineError after `seconds`, naming the missing
+        engines."""
         self._joined[self.engine] = value
         self._broadcast(_EngineJoined(self.engine, value))
         deadline = time.monotonic() + seconds
@@ -86,7 +88,7 @@ class DPStepSync:
         return self._entered < self._newest
 
     def enter(self) -> None:
-        """Announce that this engine makes its next step now."""
+        """Announce that this engine enters its next step."""
         self._entered += 1
         if self._entered > self._newest:
             self._newest = self._entered
@@ -98,7 +100,8 @@ class DPStepSync:
         self._broadcast(_Left(self.engine))
 
     def follow(self) -> bool:
-        """After `leave`: wait until there is another step to make (True) or there will be none (False)."""
+        """After `leave`: wait until there is another step to run (True), or until it is certain that there is none
+        (False)."""
         # An engine announces the steps that it enters before it announces that it leaves.
         while not self.is_behind() and len(self._left) < self.engines:
             self._receive(None)
@@ -110,7 +113,8 @@ class DPStepSync:
             socket.send(encoded)
 
     def _receive(self, seconds: float | None) -> bool:
-        """Read all messages, waiting up to `seconds` for the first (None: no limit). Returns whether there were any."""
+        """Read all messages, waiting up to `seconds` for the first one (None: no limit). Returns whether there were
+        any."""
         timeout = None if seconds is None else int(seconds * 1000)
         received = False
         while self.socket.poll(0 if received else timeout):

@@ -27,7 +27,7 @@ class ProcessGroup(Protocol):
         each row independent of the other rows of x. x is contiguous and may be overwritten."""
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in rank order. The caller owns the result."""
+        """Gather every rank's x, in rank order. The caller owns the result."""
 
 
 class AllToAll(Protocol):
@@ -53,7 +53,7 @@ class PipelineLink(Protocol):
     """A one-way, ordered connection from a rank of one pipeline stage to the rank with its tp_rank in the next."""
 
     def send(self, x: Tensor) -> None:
-        """Send x, which may be overwritten afterwards. May return before it is received; waits while the link is
+        """Send x, which may be overwritten afterwards. May return before it is received; blocks while the link is
         full."""
 
     def receive(self, shape: tuple[int, ...]) -> Tensor:
@@ -86,4 +86,4 @@ class ProcessGroups:
     next: PipelineLink | None = None  # None: the last stage
     local_ranks: int = 1  # ranks that share this host's cores and memory, including those of other engines
     experts: AllToAll = SingleRankGroup()  # the expert-parallel group
-    wait_for_all: Callable[[], object] = lambda: None  # until the ranks have loaded their weights: operations time out
+    wait_for_all: Callable[[], object] = lambda: None  # until all ranks have loaded: operations time out

@@ -88,10 +88,11 @@ def split_heads(heads: int, kv_heads: int, parts: int, weights: Sequence[float] 
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
-    """Split layers into consecutive ranges, at least one layer per stage, that minimise the cost of the dearest stage.
+    """Split layers into consecutive ranges, at least one layer per stage, that minimise the cost of the most expensive
+    stage.
 
-    costs: one per layer. first, last: additional cost of the first and of the last stage. Of equally good splits, take
-    the one with the smallest sum of squared stage costs. Requires stages <= layers.
+    costs: one per layer. first, last: additional cost of the first and of the last stage. Among equally good splits,
+    take the one with the smallest sum of squared stage costs. Requires stages <= layers.
     """
     count = len(costs)
     sums = [0.0, *accumulate(costs)]
@@ -99,10 +100,10 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
     def cost(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
 
-    # best[stop]: (dearest stage, sum of squares, borders) of the best split of layers 0 .. stop - 1 so far
+    # best[stop]: (highest stage cost, sum of squares, borders) of the best split of layers 0 .. stop - 1 so far
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(stages):
-        left = stages - stage - 1  # later stages, which need a layer each
+        left = stages - stage - 1  # later stages need a layer each
         best = {
             stop: min(
                 (max(worst, cost(stage, start, stop)), squares + cost(stage, start, stop) ** 2, (*borders, stop))

@@ -1,4 +1,4 @@
-"""Anonymous shared memory between processes of one host, and waits for a word of it to change.
+"""Anonymous shared memory between processes of one host, with waits for a word in it to change.
 
 The memory has no name: a process opens it by the creator's pid and file descriptor, and it is freed when the last
 process that has it ends. Ranks may outnumber cores, so a wait first polls, yielding its core between polls, and then
@@ -37,7 +37,7 @@ CLOSED_MESSAGE = "the connection between ranks was closed"
 
 
 class ChannelClosed(PeerLost):
-    """The memory was closed, because a process of the group has ended or failed; the cause is reported elsewhere."""
+    """The memory was closed because a process of the group has ended or failed. The cause is reported elsewhere."""
 
 
 class ShmHandle(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +56,7 @@ class SharedMemory:
     """Zero-filled at first. words: the memory as uint32. bytes: the same as bytes. address: of its first byte."""
 
     def __init__(self, handle: ShmHandle, fd: int) -> None:
-        """Takes fd over. Use `create` or `open`."""
+        """Takes ownership of fd. Use `create` or `open`."""
         if _FUTEX is None:
             raise EngineError(f"several ranks on one host are not supported on {platform.machine()} machines")
         self.handle = handle
@@ -97,7 +97,7 @@ class SharedMemory:
     def wait(self, index: int, seen: int, asleep: int, deadline: float | None) -> None:
         """Return once the word at `index` differs from `seen`.
 
-        asleep: index of the word that is 1 while this process sleeps, so that the writer of `index` calls `wake`.
+        asleep: index of the word that is 1 while this process sleeps, which tells the writer of `index` to call `wake`.
         deadline: in time.monotonic() seconds. Raises TimeoutError, and ChannelClosed when the memory is closed.
         """
         words = self.words

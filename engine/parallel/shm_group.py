@@ -24,11 +24,12 @@ from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.collectives import Collectives, Silent, WindowClosed
 
 PEER_SECONDS = 900.0  # limit for a peer to answer within a step; the executor's limit is shorter and names the rank
-SUM_BYTES = 1 << 16  # added at a time, to stay in a core's cache
+SUM_BYTES = 1 << 16  # elements added at a time, to stay in a core's cache
 
 
 def build_shm_group(rings: Sequence[Ring], rank: int) -> ProcessGroup:
-    """The fastest implementation that works here. All ranks of a host choose the same: they share one installation."""
+    """Build the fastest implementation that works here. All ranks of a host choose the same one, because they share an
+    installation."""
     path = library.find()
     if path is not None:
         with contextlib.suppress(OSError):  # `kernels.registry` logs a warning
@@ -80,9 +81,9 @@ class ShmGroup:
         self.size = len(rings)
         self._writer = rings[rank].writer()
         self._readers = {other: ring.reader(rank - (rank > other)) for other, ring in enumerate(rings) if other != rank}
-        # Half a ring, so that this rank writes the next piece while others still read the last.
+        # Half a ring, so that this rank writes the next piece while others still read the previous one.
         self._piece = rings[rank].capacity // 2
-        # Reused, because the kernel clears the pages of new memory, which takes longer than a sum.
+        # Reused, because clearing the pages of new memory takes the kernel longer than a sum.
         self._part = torch.empty(SUM_BYTES, dtype=torch.uint8)
         self._part_bytes = _bytes(self._part)
         self._total = torch.empty(SUM_BYTES, dtype=torch.float32)
@@ -179,8 +180,8 @@ class _RowRange(NamedTuple):
         return cls(start * unit, (start + sent[reader]) * unit, sum(sent) * unit)
 
     def clip(self, piece: slice) -> tuple[int, slice, int]:
-        """For a piece of the stream: bytes to skip, the slice of the reader's bytes that follows, bytes to skip after
-        it."""
+        """For a piece of the stream, return the bytes to skip, the following slice of the reader's bytes, and the bytes
+        to skip after it."""
         first = min(piece.start, self.length)
         last = min(piece.stop, self.length)
         start, stop = (min(max(border, first), last) for border in (self.start, self.stop))

@@ -1,7 +1,7 @@
 """A ring buffer in shared memory: one process writes, every reader reads all bytes, in order.
 
-It is a byte stream: data longer than the ring passes through in pieces while the readers read, so messages have no size
-limit. No torch.
+It is a byte stream: data longer than the ring is passed in pieces while the readers read, so message size is unlimited.
+No torch.
 
     words: | closed | capacity | readers |...   one cache line
            | written, writer asleep      |...   one line; counts are bytes modulo 2**32
@@ -83,8 +83,8 @@ class Writer:
     ) -> None:
         """Write bytes for `Reader.read_into`. Waits while the ring is full.
 
-        meanwhile: called repeatedly while waiting, to do what a reader may wait for. Raises TimeoutError if a reader
-        makes no room for `seconds`, ChannelClosed when the ring is closed meanwhile.
+        meanwhile: called repeatedly while waiting, to do work that a reader may be waiting for. Raises TimeoutError if
+        a reader frees no space for `seconds`, ChannelClosed if the ring is closed.
         """
         source = memoryview(data)
         ring = self._ring

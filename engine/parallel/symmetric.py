@@ -5,13 +5,13 @@ sizes of decode steps, launching NCCL's all-reduce costs more than the sum.
     up to `buffer_bytes`      each rank adds one part and writes it to all ranks; an NVSwitch may do both
     otherwise                 NCCL
 
-Not tested on GPUs yet. It relies on these properties, read in torch's sources 2.11 to 2.13:
+Not tested on GPUs yet. It relies on these properties of torch 2.11 to 2.13, found in its sources:
 
 - an operator finds its group by the name of a registered ProcessGroup and takes ranks and store from it; no default
   group is needed. (With `set_group_info`, each call of an operator would use the store, in torch 2.13 or soon after.)
 - the kernels add in rank order, whatever the size, but in the tensor's dtype: with more than two ranks in bfloat16 each
   addition is rounded. The switch adds in float32, in another order.
-- an operator returns when no other rank reads or writes this rank's buffer any more, so that the next one may fill it.
+- an operator returns when no other rank still reads or writes this rank's buffer, so that the next one may fill it.
   It neither allocates nor waits on the host, so it can be captured in a graph.
 - there is no timeout: if a rank is lost, the others spin on the GPU until the engine ends them.
 """
@@ -117,10 +117,11 @@ def buffer_bytes(size: int) -> int:
 def build_fastest_group(
     store: Store, name: str, group: ProcessGroup, hosts: Sequence[str], device: torch.device
 ) -> ProcessGroup:
-    """The group with symmetric memory if all ranks find its sums exact and, together, faster; otherwise `group`.
+    """Return a group with symmetric memory if all ranks find its sums exact and, on the whole, faster; otherwise
+    `group`.
 
-    Sums of TIMED_BYTES are timed in both ways. Symmetric memory sums what is smaller than the first of them at which it
-    is not faster. Arguments as for `build_symmetric_group`. All ranks decide alike. Logs what was chosen and why.
+    Sums of TIMED_BYTES are timed both ways. Symmetric memory is used for sizes below the first one at which it is not
+    faster. Arguments as for `build_symmetric_group`. All ranks decide alike. Logs what was chosen and why.
     """
 
     def exchange(key: str, value: str) -> list[str]:
@@ -149,8 +150,8 @@ def build_fastest_group(
 def _compare_times(
     symmetric: SymmetricGroup, group: ProcessGroup, device: torch.device, exchange: Callable[[str, str], list[str]]
 ) -> tuple[int, str]:
-    """Returns the largest sum that symmetric memory should do, in bytes, and the times, in words. All ranks get the
-    same: exchange(key, value) gives the values of all."""
+    """Return the largest sum for symmetric memory, in bytes, and a description of the times. All ranks get the same
+    result, because exchange(key, value) returns the values of all."""
     max_bytes = symmetric.max_bytes
     words = []
     for num_bytes in TIMED_BYTES:
@@ -165,9 +166,9 @@ def _compare_times(
 
 
 def find_wrong_sums(group: ProcessGroup, device: torch.device) -> str:
-    """Add small integers, whose sums are exact in any order, in both ways and both dtypes. Returns what is wrong; empty
-    if all is right."""
-    found = []  # all ranks make all sums, whatever they find
+    """Sum small integers, which are exact in any order, both ways and in both dtypes. Returns a description of errors,
+    or ""."""
+    found = []  # all ranks run all sums, whatever the results
     for dtype in DTYPES:
         for num_bytes in (ALIGNMENT, ONE_SHOT_BYTES, ONE_SHOT_BYTES + ALIGNMENT, 4 * ONE_SHOT_BYTES):
             positions = torch.arange(num_bytes // dtype.itemsize, device=device)

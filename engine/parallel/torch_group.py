@@ -8,8 +8,8 @@
 Each group is a separate torch process group: there is no default group and no init_process_group. It listens on the
 given address, so neither GLOO_SOCKET_IFNAME nor /etc/hosts decides which network is used.
 
-If one rank fails while a group is built (a wrong address, a cut link), the others hang in torch for five times the
-timeout (measured). The engine therefore ends all ranks when the first one fails.
+If one rank fails while a group is built (a wrong address, a broken link), the others hang in torch for five times the
+timeout (measured). The engine therefore stops all ranks when the first one fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 from serve_llm.common.errors import EngineError, OptionError, PeerLost
 from serve_llm.engine.parallel.groups import ProcessGroup
 
-SENDS_IN_FLIGHT = 2  # per link: one on its way while the next is computed
+SENDS_IN_FLIGHT = 2  # per link: one in transit while the next is computed
 _POLL_SECONDS = 0.01
 
 
@@ -80,9 +80,10 @@ def connect_store(address: str, port: int, seconds: float = 60.0) -> TCPStore:
 def gather_values(
     store: Store, key: str, rank: int, size: int, value: str = "", seconds: float = 60.0, who: str = "rank"
 ) -> list[str]:
-    """Exchange values: every rank's, in rank order, once all have called this with the same key. Use a key only once.
+    """Exchange values. Returns every rank's value in rank order, once all have called this with the same key. Use a key
+    only once.
 
-    who: what a participant is called in messages. Raises EngineError after `seconds`, which names those missing."""
+    who: what to call a participant in messages. Raises EngineError after `seconds`, naming the missing ones."""
     deadline = time.monotonic() + seconds
     try:
         store.set(f"{key}/{rank}", value)
@@ -136,13 +137,13 @@ class TorchGroup:
         self._seconds = seconds
         # By rank. Keeps handles and tensors: torch keeps no tensors, and cancels a send whose handle is freed.
         self._sending: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        gather_values(store, name, rank, size, seconds=seconds)  # first, because it names the ranks that are missing
+        gather_values(store, name, rank, size, seconds=seconds)  # first, because it names missing ranks
         shared = PrefixStore(name, store)
         with self._failing("connecting"):
             self._backend = (
                 _gloo(shared, rank, size, address, seconds) if backend == "gloo" else _nccl(shared, rank, size, seconds)
             )
-            if backend == "nccl":  # NCCL connects at the first operation, which would be in the middle of the start
+            if backend == "nccl":  # it connects at the first operation, which would be in the middle of start-up
                 self._backend.allreduce([torch.zeros(1, device=device)]).wait()
         self._in_order = in_order or backend == "gloo"
 
@@ -174,7 +175,8 @@ class TorchGroup:
     def link(self, other: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> TorchLink:
         """The link between this rank and `other`, to be used in one direction. Both call this; it waits for the other.
 
-        It sends one number, because NCCL connects two ranks at their first message, which would be in the first step.
+        It sends one number, because NCCL connects two ranks at their first message, which would otherwise be in the
+        first step.
         """
         link = TorchLink(self, other, dtype, torch.device(device))
         if self.rank < other:
@@ -189,7 +191,7 @@ class TorchGroup:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(  # the engine finds out which rank is lost, and why
+            raise PeerLost(  # the engine determines which rank is lost, and why
                 f"{self.name}: {doing} failed on rank {self.rank} of {self.size} (limit {self._seconds:g} s): {error}"
             ) from error
 
@@ -236,7 +238,7 @@ class HierarchicalGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         host_sum = self._local.all_reduce(x.float())
-        # The leader distributes the total by a local sum in which all other ranks contribute zeros: it is exact.
+        # The leader distributes the total by a local sum to which all other ranks contribute zeros, which is exact.
         total = torch.zeros_like(host_sum) if self._leaders is None else self._leaders.all_reduce(host_sum)
         return self._local.all_reduce(total).to(x.dtype)
 

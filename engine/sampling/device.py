@@ -1,4 +1,4 @@
-"""A sampler that does not wait: sampled ids stay on the device while copies of them travel to the host.
+"""An asynchronous sampler: sampled ids stay on the device while copies travel to the host.
 
 Between `start` and `finish` nothing is read from the device.
 """
@@ -31,7 +31,7 @@ LOGPROB_COLUMNS = len(LogSoftmax._fields)
 
 
 class DeviceSampler:
-    """Samples what `Sampler` samples, with the same result on every rank of a group."""
+    """Samples like `Sampler`, with the same result on every rank of a group."""
 
     def __init__(self, vocabulary: VocabParallelLogits, kernels: DeviceSampling, copier: DeviceCopier) -> None:
         self._vocabulary = vocabulary
@@ -40,10 +40,10 @@ class DeviceSampler:
         self._kept_draws = torch.empty(0)
 
     def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
-        """Start to sample. logits: (rows, shard or more), which only later work of the device may change.
+        """Start sampling. logits: (rows, shard or more), which only later work on the device may change.
 
-        Rows with `Sampling.reads_history` must have all their ids; of other rows only the number of ids is read. Where
-        logits are sharded, whole rows are gathered unless every row only wants its most likely token.
+        Rows with `Sampling.reads_history` must have all their ids; for other rows only the number of ids is read. If
+        logits are sharded, whole rows are gathered unless every row only needs its most likely token.
         """
         if self._vocabulary.is_sharded and all(is_unadjusted(row) and is_greedy(row.sampling) for row in rows):
             ids = self._vocabulary.argmax(logits)
@@ -80,14 +80,14 @@ class DeviceSampler:
         )
 
     def _greedy_draws(self, num_rows: int) -> Tensor:
-        """Draws of greedy rows, which are the same in every step."""
+        """The draws of greedy rows, which are the same in every step."""
         if len(self._kept_draws) < num_rows:
             self._kept_draws = self._copier.to_device(np.tile(np.array(GREEDY), (num_rows, 1)))
         return self._kept_draws[:num_rows]
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """The logits with biases, bans, penalties and masks of grammars: a copy if there are any, in float32 unless
-        there are masks only."""
+        """Apply biases, bans, penalties and grammar masks. Returns a copy if there are any, in float32 unless there are
+        only masks."""
         entries, spans = pack_adjustments(rows, self._vocabulary.size)
         masks = [row.mask for row in rows if row.mask is not None]
         if not len(spans) and not masks:
@@ -105,8 +105,8 @@ class DeviceSampler:
     def _start_logprobs(
         self, logits: Tensor, ids: Tensor, rows: Sequence[SampleRow], indices: list[int]
     ) -> list[PendingCopy]:
-        """Log-probabilities of the rows at `indices`, the same number for each: the most that any row needs. If rows
-        ask for ids, those follow, one row after the other."""
+        """Compute log-probabilities of the rows at `indices`, as many for each as the most demanding row needs. Those
+        of requested ids follow, row by row."""
         if len(indices) < len(rows):
             index = self._copier.to_device(np.array(indices))
             logits = logits[index]
@@ -129,7 +129,7 @@ def _build_token(
     logprobs: tuple[float, int, list[int], list[float]] | None,
     asked: Iterator[float],
 ) -> SampledToken | None:
-    """asked: log-probabilities of the ids that this and the following rows ask for."""
+    """asked: log-probabilities of the requested ids of this and the following rows."""
     asked_ids = row.sampling.logprob_token_ids
     asked_logprobs = list(islice(asked, len(asked_ids))) if logprobs is not None else []
     if token_id < 0:

@@ -1,7 +1,7 @@
-"""Masks of ids, packed 32 to a word, of rows whose text must satisfy a grammar. NumPy alone.
+"""Masks of ids, packed 32 to a word, for rows whose text must satisfy a grammar. NumPy only.
 
-Here a mask meets the request's other restrictions. What they leave together is what may be sampled; if that is nothing,
-no token is: the grammar does not give way.
+Combines a mask with the request's other restrictions. Only ids allowed by both may be sampled. If there are none, the
+request fails; the grammar is never relaxed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def unpack_masks(bits: bytes, vocab_size: int) -> Mask:
 
 
 def intersect(mask: Mask, row: SampleRow) -> tuple[Mask, str]:
-    """The ids that may be sampled, and why there are none (empty if there are some).
+    """Return the ids that may be sampled, and why there are none (empty if there are some).
 
-    min_tokens gives way where the grammar allows nothing but the end of the text.
+    min_tokens is ignored where the grammar allows only the end of the text.
     """
     sampling = row.sampling
     if not mask.any():
@@ -43,7 +43,7 @@ def intersect(mask: Mask, row: SampleRow) -> tuple[Mask, str]:
 
 
 def _pack(ids: Iterable[int], num_words: int) -> Mask:
-    """Ids past the last word are left out: a checkpoint may name end ids that it has no embedding for."""
+    """Ids past the last word are skipped, because a checkpoint may name end ids without an embedding."""
     flags = np.zeros(32 * num_words, np.bool_)
     flags[[token_id for token_id in ids if token_id < len(flags)]] = True
     return np.packbits(flags, bitorder="little").view(np.int32)

@@ -10,7 +10,7 @@ from serve_llm.common.types import TokenLogprobs
 from serve_llm.engine.sampling.sampler import find_logprobs
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 
-MAX_POSITIONS = 64  # whose logits are held at a time: 64 x 152k x 4 bytes = 39 MB
+MAX_POSITIONS = 64  # positions whose logits are held at a time: 64 x 152k x 4 bytes = 39 MB
 
 
 def find_known_logprobs(

@@ -1,7 +1,7 @@
 """Logit biases, bans and penalties: what a request's parameters do to its logits before sampling.
 
 `adjust` defines them for one row, with the formulas and the order of vLLM. `pack_adjustments` packs the same changes of
-many rows for one launch of `kernels.sampling.DeviceSampling.adjust`. Rows whose requests ask for none are not touched.
+many rows for one launch of `kernels.sampling.DeviceSampling.adjust`. Rows without such parameters are not touched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ids = Sequence[int] | npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Int64s = npt.NDArray[np.int64]
 _Float32s = npt.NDArray[np.float32]
-_NAMED, _IN_PROMPT, _IN_OUTPUT = _KINDS = range(3)  # why an id has an entry
+_NAMED, _IN_PROMPT, _IN_OUTPUT = _KINDS = range(3)  # reasons for which an id has an entry
 _NO_ENTRIES = np.zeros((0, 4), np.int32)
 _NO_SPANS = np.zeros((0, 6), np.int32)
 
@@ -32,7 +32,7 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
 
     sampling: Sampling
     prompt_ids: Ids
-    output_ids: Ids  # all so far: their number is the new token's position in the output
+    output_ids: Ids  # all ids so far; their number is the new token's position in the output
     mask: npt.NDArray[np.int32] | None = None  # from a grammar, as in `grammar_mask`; on ranks that sample
 
 
@@ -73,13 +73,13 @@ def adjust(scores: Tensor, row: SampleRow) -> None:
 def find_allowed_and_banned(row: SampleRow, vocab_size: int) -> tuple[set[int], set[int]]:
     """The only possible ids if allowed_token_ids names any; otherwise the ids banned by bad_words_ids and min_tokens.
 
-    Where the bans would leave no id they are dropped: an id that ends the request early or completes a bad word is
-    better than none.
+    If the bans would leave no id, they are dropped, because an id that ends the request early or completes a bad word
+    is better than none.
     """
     sampling = row.sampling
     banned = find_bad_word_ends(row) if sampling.bad_words_ids else set()
-    if len(row.output_ids) < sampling.min_tokens and row.mask is None:  # a mask already takes min_tokens into account
-        # a checkpoint may name end ids that it has no embedding for
+    if len(row.output_ids) < sampling.min_tokens and row.mask is None:  # the mask already takes min_tokens into account
+        # a checkpoint may name end ids without an embedding
         banned.update(token_id for token_id in sampling.stop_token_ids if token_id < vocab_size)
     if sampling.allowed_token_ids:
         allowed = set(sampling.allowed_token_ids)
@@ -88,11 +88,11 @@ def find_allowed_and_banned(row: SampleRow, vocab_size: int) -> tuple[set[int], 
 
 
 def find_bad_word_ends(row: SampleRow) -> set[int]:
-    """The last ids of the bad words whose other ids are the latest ones; a word may begin in the prompt."""
+    """Find the last ids of bad words whose other ids are the latest ones; a word may begin in the prompt."""
     ends = set()
     latest = next((int(ids[-1]) for ids in (row.output_ids, row.prompt_ids) if len(ids)), None)
     for word in row.sampling.bad_words_ids:
-        # runs for every word in every step: the first comparison rules out most
+        # runs for every word in every step; the first comparison rules out most
         if len(word) == 1 or (word[-2] == latest and _ends_with(row, word[:-1])):
             ends.add(word[-1])
     return ends
@@ -119,7 +119,7 @@ def pack_adjustments(rows: Sequence[SampleRow], vocab_size: int) -> tuple[_Int32
     entries, places, keys = _pack_entries(rows, named, is_limited)
     borders = np.searchsorted(places, np.arange(len(rows) + 1))  # where the entries of each row begin and end
 
-    num_columns = np.where(is_limited, vocab_size, np.diff(borders))  # or entries, that the row's spans cover
+    num_columns = np.where(is_limited, vocab_size, np.diff(borders))  # or entries, covered by the row's spans
     num_spans = -(-num_columns // SPAN_COLUMNS)
     owners = np.repeat(np.arange(len(rows)), num_spans)
     begins = (np.arange(len(owners)) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)) * SPAN_COLUMNS
@@ -136,7 +136,7 @@ def pack_adjustments(rows: Sequence[SampleRow], vocab_size: int) -> tuple[_Int32
 
 
 class _NamedIds(NamedTuple):
-    """The ids that a row's parameters name."""
+    """The ids named in a row's parameters."""
 
     allowed: set[int]
     banned: set[int]
@@ -144,7 +144,7 @@ class _NamedIds(NamedTuple):
 
     @property
     def is_limited(self) -> bool:
-        """Whether only allowed ids may be sampled; other parameters count for these alone."""
+        """Whether only allowed ids may be sampled; other parameters then matter for these only."""
         return bool(self.allowed)
 
     @property
@@ -162,8 +162,8 @@ def _pack_entries(
 ) -> tuple[_Int32s, _Int64s, _Int64s]:
     """The entries of all rows, the number of each entry's row, and their keys (`_to_keys`), ascending.
 
-    Every occurrence of an id becomes a number: the key with the kind of occurrence in its lowest bits. One sort brings
-    together those of each row and id, named ones first and those of the output last.
+    Every occurrence of an id becomes a number: the key with the kind of occurrence in its lowest bits. One sort groups
+    them by row and id, named ids first and those of the output last.
     """
     samplings = [row.sampling for row in rows]
     is_repeated = np.array([sampling.repetition_penalty != 1.0 for sampling in samplings])
@@ -199,7 +199,7 @@ def _pack_entries(
     biased = _join([_to_array(ids.biases) for ids in named])
     biases = np.array([bias for ids in named for bias in ids.biases.values()], np.float32)
     columns = np.searchsorted(keys, biased)
-    found = np.append(keys, -1)[columns] == biased  # not all are, where few ids are allowed
+    found = np.append(keys, -1)[columns] == biased  # not all are if few ids are allowed
     floats[columns[found], 1] = biases[found]
     return entries, places, keys
 
@@ -216,7 +216,7 @@ def _to_keys(places: _Int64s, ids: _Int64s) -> _Int64s:
 
 
 def _output_penalties(row: SampleRow) -> tuple[_Int64s, _Float32s]:
-    """The ids of the output that are penalised, ascending, and what to subtract from their logits."""
+    """The penalised ids of the output, ascending, and what to subtract from their logits."""
     sampling = row.sampling
     is_penalised = sampling.frequency_penalty or sampling.presence_penalty
     output_ids = np.asarray(row.output_ids if is_penalised else (), np.int64)

@@ -1,6 +1,6 @@
 """The randomness of sampling: a pure function of (seed, choice, position). Nothing else in the engine is random.
 
-So a token does not depend on other requests, and a replayed request continues with the same tokens.
+Therefore a token does not depend on other requests, and a replayed request continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def uniform(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[in
     """Numbers in [0, 1) with 53 random bits, for the tokens at `positions` of outputs (0 is the first).
 
     Each is output number `position` of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) whose state begins
-    at a hash of seed (0 .. 2**64 - 1) and choice. The same on every machine and in every version.
+    at a hash of seed (0 .. 2**64 - 1) and choice. The numbers are the same on every machine and in every version.
     """
     one = np.uint64(1)
     starts = _mix(_mix(np.array(seeds, np.uint64) + _GAMMA) + (np.array(choices, np.uint64) + one) * _GAMMA)

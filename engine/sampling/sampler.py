@@ -28,31 +28,31 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Sampled tokens, which may still be on their way from the device."""
+    """Sampled tokens, which may still be in transit from the device."""
 
-    finish: Callable[[], list[SampledToken | None]]  # waits; one per row, in order
-    is_ready: Callable[[], bool] = lambda: True  # whether `finish` would return at once
+    finish: Callable[[], list[SampledToken | None]]  # blocks; one per row, in order
+    is_ready: Callable[[], bool] = lambda: True  # whether `finish` would return immediately
     token_ids: Tensor | None = None  # (rows,) int64 on the device, -1 for None; only if steps overlap
 
 
 class Sampler:
-    """Samples from whole rows of logits and waits for the result."""
+    """Samples from whole rows of logits, synchronously."""
 
     def __init__(self, vocab_size: int, kernels: SamplingKernels) -> None:
         self._vocab_size = vocab_size
         self._kernels = kernels
 
     def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
-        """As `sample`. The tokens are ready on return."""
+        """Like `sample`. The tokens are ready on return."""
         tokens = self.sample(logits, rows)
         return SamplerOutput(lambda: tokens)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
-        """The next token of each row; None where the logits are not finite or leave no allowed token.
+        """Sample the next token of each row; None if the logits are not finite or no token is allowed.
 
         logits: (rows, vocab or more), of the head's dtype; columns past the vocabulary are padding and never sampled.
-        Where rows' parameters add to the logits or multiply them, this works on a copy in float32. Masks are applied in
-        place unless the log-probabilities of such a row are wanted.
+        If parameters of a row change its logits, this works on a float32 copy. Masks are applied in place unless the
+        log-probabilities of such a row are requested.
         """
         logits = logits[:, : self._vocab_size]
         scores = logits
@@ -87,10 +87,10 @@ class Sampler:
 def find_logprobs(
     kernels: SamplingKernels, logits: Tensor, ids: Sequence[int], k: int, asked_ids: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """Per row, the log-probability of its id, of the k most likely ids and of the requested ids, before temperature,
-    bans and penalties.
+    """Return, per row, the log-probability of its id, of the k most likely ids and of the requested ids, before
+    temperature, bans and penalties.
 
-    logits: (n, vocab), as the model gave them. Raises ValueError if they are not finite.
+    logits: (n, vocab), unchanged from the model. Raises ValueError if they are not finite.
     """
     if not asked_ids:
         return [TokenLogprobs(*row) for row in kernels.logprobs(logits, ids, k)]
@@ -118,12 +118,12 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def is_unadjusted(row: SampleRow) -> bool:
-    """Whether the token is sampled from the logits as they are, and no log-probabilities are wanted."""
+    """Whether the token is sampled from the unchanged logits and no log-probabilities are requested."""
     return row.sampling.logprobs is None and row.mask is None and not is_adjusted(row)
 
 
 def build_draws(rows: Sequence[SampleRow]) -> list[Draw]:
-    """The rows' sampling parameters, and the random numbers for their next tokens."""
+    """Build the rows' sampling parameters, with the random numbers for their next tokens."""
     draws = [GREEDY] * len(rows)
     sampled = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
     if not sampled:

@@ -1,8 +1,7 @@
 """Sampling from logits whose columns are sharded over the ranks of a tensor-parallel group.
 
-Every rank of the group makes the same calls in the same order with the same rows. How a row is sampled follows from its
-parameters, which all ranks know, or from values that all have gathered, so that every rank makes the same collective
-calls.
+Every rank of the group makes the same calls in the same order with the same rows. How a row is sampled depends only on
+its parameters, which all ranks know, and on gathered values, so every rank makes the same collective calls.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TOO_MANY = -1  # instead of the first candidate's id
 
 
 class VocabParallelLogits:
-    """Collective operations on sharded logits, of the head's dtype. A single rank may have padding columns as well."""
+    """Collective operations on sharded logits of the LM head's dtype. A single rank may also have padding columns."""
 
     def __init__(self, shards: Sequence[range], group: ProcessGroup, kernels: SamplingKernels) -> None:
         """shards: each rank's columns, in rank order; some may be empty."""
@@ -52,11 +51,12 @@ class VocabParallelLogits:
             values = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
             ids = torch.zeros_like(values, dtype=torch.int64)
         values, ids = self._gather_pairs(values, ids)  # (ranks, rows)
-        rank = values.argmax(0, keepdim=True)  # the first NaN, else the first of equals
+        rank = values.argmax(0, keepdim=True)  # the first NaN, else the first maximum
         return torch.where(values.gather(0, rank).isfinite(), ids.gather(0, rank), -1)[0]
 
     def top_k_candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, list[int]]:
-        """All logits that may be among each row's k largest or equal to the k-th, in the order of ids. On every rank.
+        """Gather all logits that may be among each row's k largest or equal to the k-th, in order of ids, on every
+        rank.
 
         Returns values (rows, n) float32, with -inf where a rank has fewer; their ids (rows, n); and the rows where too
         many values are equal to gather all. A row that is not finite has a NaN among its values.
@@ -76,14 +76,14 @@ class VocabParallelLogits:
         return values.transpose(0, 1).flatten(1), ids.transpose(0, 1).flatten(1), incomplete
 
     def _gather_pairs(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' values, float32, and local ids made global: (ranks, ...) each."""
+        """Gather all ranks' values, float32, and local ids converted to global ones: (ranks, ...) each."""
         bits = (ids + self._shard.start).int().view(torch.float32)  # one gather, of one dtype, carries both
         gathered = torch.stack(self.group.all_gather(torch.stack([values, bits])))  # (ranks, 2, ...)
         return gathered[:, 0], gathered[:, 1].contiguous().view(torch.int32).long()
 
 
 class VocabParallelSampler:
-    """Samples what `Sampler` would sample from whole rows. Gathers whole rows only for requests that need them."""
+    """Samples like `Sampler`, but gathers whole rows only for requests that need them."""
 
     def __init__(self, sampler: Sampler, vocabulary: VocabParallelLogits) -> None:
         self._sampler = sampler
@@ -96,7 +96,7 @@ class VocabParallelSampler:
         return SamplerOutput(lambda: tokens)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
-        """As `Sampler.sample`, on the group's first rank; other ranks' results are not used. logits: (rows, shard)."""
+        """Like `Sampler.sample`, on the group's first rank; other ranks' results are unused. logits: (rows, shard)."""
         tokens: list[SampledToken | None] = [None] * len(rows)
         greedy: list[int] = []
         few: list[int] = []
@@ -124,7 +124,7 @@ class VocabParallelSampler:
     def _sample_candidates(
         self, logits: Tensor, rows: Sequence[SampleRow], indices: list[int], tokens: list[SampledToken | None]
     ) -> list[int]:
-        """Sample rows from their top_k candidates. Returns the rows whose candidates are not complete."""
+        """Sample rows from their top_k candidates. Returns the rows whose candidates are incomplete."""
         k = max(rows[index].sampling.top_k for index in indices)
         values, ids, incomplete = self._vocabulary.top_k_candidates(logits[indices], k)
         if self._is_output_rank:

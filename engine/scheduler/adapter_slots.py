@@ -1,7 +1,7 @@
-"""The adapters that the workers hold: a fixed number of slots; the least recently used one is replaced.
+"""The adapters that the workers hold, in a fixed number of slots. The least recently used one is replaced.
 
-While running sequences use all slots, the adapters that waiting ones need take turns: the adapter whose sequences ran
-longest closes its slot, so that the adapter that has waited longest gets it.
+While running sequences use all slots, adapters take turns: the slot of the adapter whose sequences have run longest is
+closed, and the adapter that has waited longest gets it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class _Claim(NamedTuple):
     """An adapter without a slot that waiting sequences need."""
 
     priority: int  # the first sequence's
-    first_step: int  # from which on a slot may be closed for it
+    first_step: int  # step from which on a slot may be closed for it
 
 
 class AdapterSlots:
-    """The scheduler acquires a slot for a sequence when it admits it, and releases it with the sequence's index."""
+    """The scheduler acquires a slot when it admits a sequence, and releases it together with the sequence's index."""
 
-    # Steps in which an adapter's sequences get ids before its slot may be closed, and steps that an adapter whose slot
-    # was closed waits for a free one before another is closed for it.
+    # Number of steps in which an adapter's sequences get ids before its slot may be closed, and for which an adapter
+    # whose slot was closed waits for a free one before another is closed for it.
     TURN = 32
 
     def __init__(self, num_slots: int) -> None:
@@ -32,16 +32,16 @@ class AdapterSlots:
         self._num_users = [0] * num_slots
         self._num_steps = [0] * num_slots  # the turn's length so far
         self._by_age = list(range(num_slots))  # least recently used first
-        self._claims: dict[str, _Claim] = {}  # by digest; the longest wait first
-        self._closed: int | None = None  # a slot that takes no more sequences, because it is awaited
+        self._claims: dict[str, _Claim] = {}  # by digest, longest wait first
+        self._closed: int | None = None  # a slot that accepts no more sequences, because another adapter waits for it
         self._step = 0
-        self.num_deferred = 0  # waiting sequences that found no slot since `list_admissible` began
-        self._has_loaded = False  # the step to be scheduled loads an adapter; another one waits for the next step
+        self.num_deferred = 0  # waiting sequences without a slot since `list_admissible` began
+        self._has_loaded = False  # the step being scheduled loads an adapter; any other one waits for the next step
 
     def list_admissible(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yield the waiting sequences that need no slot or can have one, ahead of the others. Whether one can is
-        decided when its turn comes. A free slot goes to the adapter that has waited longest; if none of its sequences
-        can be admitted now, another adapter may take it."""
+        """Yield the waiting sequences that need no slot or can get one, which is decided when each is reached. A free
+        slot goes to the adapter that has waited longest; if none of its sequences can be admitted now, another adapter
+        may take it."""
         deferred: list[Sequence] = []
         self.num_deferred = 0
         first = set(self._list_claims()[: self._num_users.count(0)])
@@ -72,13 +72,13 @@ class AdapterSlots:
         return 0 in self._num_users and not self._has_loaded
 
     def lacks(self, sequence: Sequence) -> bool:
-        """Whether the workers do not hold the sequence's adapter."""
+        """Whether the sequence needs an adapter that the workers do not hold."""
         digest = sequence.adapter_digest
         return bool(digest) and digest not in self._digests
 
     @property
     def are_short(self) -> bool:
-        """Whether no slot is free, or adapters wait for those that are."""
+        """Whether no slot is free, or adapters are already waiting for the free ones."""
         return bool(self._claims) or self._are_all_in_use
 
     @property
@@ -87,8 +87,8 @@ class AdapterSlots:
         return bool(self._num_users) and 0 not in self._num_users
 
     def claim(self, lacking: Iterable[Sequence]) -> Sequence | None:
-        """Record which adapters the waiting sequences lack. Returns a sequence for which a slot must be closed, if none
-        is free: the first one of the adapter that has waited longest."""
+        """Record which adapters the waiting sequences lack. If no slot is free, returns the sequence for which one must
+        be closed: the first one of the adapter that has waited longest."""
         self._closed = None
         firsts: dict[str, Sequence] = {}
         for sequence in lacking:
@@ -106,12 +106,12 @@ class AdapterSlots:
         return firsts[ripe[0]] if ripe else None
 
     def _list_claims(self) -> list[str]:
-        """By priority, then by the time that they have waited."""
+        """Order by priority, then by waiting time."""
         return sorted(self._claims, key=lambda digest: self._claims[digest].priority)
 
     def close(self, first: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
-        """Close a slot that the waiting sequence `first` is to get. Returns its users, which must be preempted; none
-        while no turn is over, or while its users compute prompts."""
+        """Close a slot for the waiting sequence `first`. Returns its users, which must be preempted; empty while no
+        turn is over, or while its users compute prompts."""
         users: dict[int, list[Sequence]] = {}
         for sequence in running:
             if sequence.adapter_slot is not None:
@@ -134,12 +134,11 @@ class AdapterSlots:
         return chosen
 
     def _is_turn_over(self, slot: int, users: Iterable[Sequence], priority: int) -> bool:
-        """Whether a waiting sequence of this priority may have the slot."""
+        """Whether a waiting sequence of this priority may get the slot."""
         return self._num_steps[slot] >= self.TURN and all(one.request.priority >= priority for one in users)
 
     def acquire(self, sequence: Sequence) -> None:
-        """Give the sequence the slot of its adapter, if it has one, or else an unused slot, where the workers
-        load the adapter."""
+        """Give the sequence its adapter's slot or else an unused one, into which the workers load the adapter."""
         digest = sequence.adapter_digest
         if not digest:
             return
@@ -163,11 +162,11 @@ class AdapterSlots:
     def release(self, sequence: Sequence) -> None:
         if sequence.adapter_slot is not None:
             self._num_users[sequence.adapter_slot] -= 1
-            self._num_steps[sequence.adapter_slot] += 1  # so that requests that end at once end a turn too
+            self._num_steps[sequence.adapter_slot] += 1  # so that requests that end immediately end a turn too
             sequence.adapter_slot = None
 
     def count_step(self, sampled: Iterable[Sequence]) -> None:
-        """Count a step that was scheduled, in which these sequences get ids."""
+        """Count a scheduled step in which these sequences get ids."""
         self._step += 1
         self._has_loaded = False
         if not self._num_users:

@@ -10,10 +10,10 @@ class BatchShare:
     """
 
     TOKENS_OF_OTHERS = 8
-    MOST = 16  # tokens to save up, so that no single step grows much
+    MOST = 16  # limit on saved tokens, so that no single step grows much
 
     def __init__(self, most: int = MOST) -> None:
-        """most: tokens to save up; more than MOST only where a prompt must be computed in one step."""
+        """most: limit on saved tokens; more than MOST only if a prompt must be computed in one step."""
         self._most = most
         self._earned = 0  # in tokens of others
 

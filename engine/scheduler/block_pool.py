@@ -17,7 +17,7 @@ class BlockPool:
     """Reference-counted blocks 0 .. num_blocks-1. Each allocation or acquisition is released exactly once."""
 
     def __init__(self, num_blocks: int) -> None:
-        """`on_eviction` may be set: it is called with a block and its prefix when the block loses it."""
+        """`on_eviction`, if set, is called with a block and the prefix that is evicted from it."""
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free, without a cached prefix; a stack
@@ -32,7 +32,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of blocks that live sequences hold, 0..1."""
+        """Fraction of the blocks that live sequences hold, 0..1."""
         return (self.num_blocks - self.num_free) / self.num_blocks
 
     def allocate(self) -> int:
@@ -49,7 +49,7 @@ class BlockPool:
         return block
 
     def find(self, key: BlockKey) -> int | None:
-        """The block that holds this prefix, if any. Does not acquire it."""
+        """Return the block that holds this prefix, if any, without acquiring it."""
         return self._cached.get(key)
 
     def is_cached(self, key: BlockKey) -> bool:
@@ -59,7 +59,7 @@ class BlockPool:
         return self._references[block] == 0
 
     def acquire(self, block: int) -> None:
-        """Take a reference to a block that `find` returned."""
+        """Take a reference to a block returned by `find`."""
         if self._references[block] == 0:
             del self._evictable[block]
         self._references[block] += 1
@@ -73,7 +73,7 @@ class BlockPool:
                 self._blank.append(block)
 
     def remember(self, block: int, key: BlockKey) -> bool:
-        """Record that the block holds this full prefix block. False if another block already does."""
+        """Record that the block holds this full prefix block. Returns False if another block already does."""
         if key in self._cached or block in self._key_of:
             return False
         self._cached[key] = block

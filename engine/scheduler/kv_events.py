@@ -1,4 +1,4 @@
-"""Record for external routers which blocks the prefix cache stores and removes: vLLM's events, field by field.
+"""Record for external routers which blocks the prefix cache stores and removes, as the same events as vLLM's.
 
 A batch is an array [time, events, engine]; an event is a map whose `type` is the name of its class.
 """
@@ -12,7 +12,7 @@ import msgspec
 from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence
 
-DEVICE = "GPU"  # vLLM's word for the memory that the model computes in, here also on a CPU
+DEVICE = "GPU"  # vLLM's word for device memory, here also on a CPU
 HOST = "CPU"  # its word for host memory
 
 
@@ -21,10 +21,10 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
 
 
 class BlockStored(KVCacheEvent):
-    """Consecutive blocks of one sequence are cached. In host memory, what they hold is not repeated."""
+    """Consecutive blocks of one sequence were cached. For host memory, their contents are not repeated."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # that of the block before the first one; None at the start of a sequence
+    parent_block_hash: int | None  # hash of the block before the first one; None at the start of a sequence
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -66,7 +66,7 @@ class KVEventRecorder:
         return events
 
     def store(self, sequence: Sequence, index: int, numbers: range) -> None:
-        """Blocks of one group of a sequence, by their numbers in its table, are on the device."""
+        """Record that blocks of one group of a sequence, by their numbers in its table, are on the device."""
         group = self._groups[index]
         size = group.block_size
         hashes = sequence.block_hashes(size, numbers.stop)
@@ -88,7 +88,7 @@ class KVEventRecorder:
         )
 
     def remove(self, key: BlockKey) -> None:
-        """The block was removed from the device."""
+        """Record that the block was removed from the device."""
         self._remove(key, DEVICE)
 
     def store_in_memory(self, key: BlockKey) -> None:
@@ -100,7 +100,7 @@ class KVEventRecorder:
         self._remove(key, HOST)
 
     def _remove(self, key: BlockKey, medium: str) -> None:
-        """Blocks that are removed one after the other make one event."""
+        """Successive removals are merged into one event."""
         index, block_hash = key
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, index):

@@ -1,12 +1,12 @@
-"""Blocks of KV cache outside the device: which ones are in host memory, and which ones a store below it has.
+"""KV cache blocks outside the device: which ones are in host memory, and which ones are in a store below it.
 
-A block that loses its place on the device is copied to a slot of host memory, and from there to the store, a directory
-on disk. A sequence that needs it again gets it back instead of computing it. This module decides; the ranks copy
+A block that is evicted from the device is copied to a slot of host memory, and from there to the store, a directory on
+disk. A sequence that needs it again gets it back instead of recomputing it. This module decides; the ranks copy
 (`BlockCopy`), and the store moves bytes in other threads.
 
-All ranks have the same slots and make the same copies in the same order, before the tokens of the step are computed. So
-what is in a slot follows from what was decided, and no rank has to report it. Only the store touches slots at other
-times: it reads a slot once the step that filled it has a result, and fills one that no step under way uses.
+All ranks have the same slots and make the same copies in the same order, before the tokens of the step are computed.
+Therefore a slot's content follows from past decisions, and no rank has to report it. Only the store accesses slots at
+other times: it reads a slot once the step that filled it has a result, and fills a slot that no step in flight uses.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.kv_events import KVEventRecorder
 from serve_llm.engine.scheduler.output import BlockCopy
 
-MAX_WRITES = 16  # slots that are written to the store at a time, and cannot be reused meanwhile
-PROBE_INTERVAL = 32  # times that reading from the store seems slower, after which it is tried again
+MAX_WRITES = 16  # slots being written to the store at a time, which cannot be reused until then
+PROBE_INTERVAL = 32  # retry a read from the store after it was skipped this often for being slower
 
 Slot = tuple[BlockKey, int]  # a block in host memory, and where
 
 
 class FinishedTransfer(NamedTuple):
-    """A slot that the store has filled or written."""
+    """A finished transfer: the store has filled or written a slot."""
 
     key: BlockKey
     is_read: bool
@@ -35,29 +35,29 @@ class FinishedTransfer(NamedTuple):
 
 
 class BlockStore(Protocol):
-    """Where blocks are kept beyond host memory. Its transfers run in other threads; nothing here waits for them."""
+    """Stores blocks beyond host memory. Its transfers run in other threads; no method but `wait` blocks."""
 
     stats: OffloadStats
 
     @property
     def is_open(self) -> bool:
-        """Whether it accepts blocks. Until it does, it has none."""
+        """Whether it accepts blocks; it has none until then."""
 
     @property
     def read_seconds(self) -> float | None:
         """Measured seconds to read a block; None: unknown."""
 
     def has(self, key: BlockKey) -> bool:
-        """Whether there is such a block. Reading it may still fail."""
+        """Whether the store has this block. Reading it may still fail."""
 
     def start_read(self, key: BlockKey, slot: int) -> None:
         """Fill the slot."""
 
     def start_write(self, key: BlockKey, slot: int) -> None:
-        """Store what is in the slot, unless the store has the block."""
+        """Store the slot's block, unless the store already has it."""
 
     def take_finished(self) -> list[FinishedTransfer]:
-        """The transfers that have ended since the last call."""
+        """Return the transfers that have ended since the last call."""
 
     def wait(self, seconds: float) -> None:
         """Wait until a transfer has ended, up to `seconds`."""
@@ -74,25 +74,23 @@ class OffloadManager:
         store: BlockStore | None = None,
         recorder: KVEventRecorder | None = None,
     ) -> None:
-        """block_bytes: of all ranks, for the statistics. copy_seconds: what copying a block to the device takes.
-        recorder: gets the events of host memory."""
+        """block_bytes: of all ranks, for the statistics. copy_seconds: time to copy a block to the device. recorder:
+        receives the events of host memory."""
         self.num_slots = num_slots
         self.store = store
         self._recorder = recorder
         self.stats = OffloadStats()
-        self.seconds_per_token: float | None = (
-            None  # what computing a token of a prompt takes; set by the engine's loop
-        )
+        self.seconds_per_token: float | None = None  # time to compute a prompt token; set by the engine's loop
         self._block_bytes = block_bytes
         self._copy_seconds = copy_seconds
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # least recently used first
-        self._reading: dict[BlockKey, int] = {}  # slots that the store fills
+        self._reading: dict[BlockKey, int] = {}  # slots being filled by the store
         self._writing: set[BlockKey] = set()
-        self._unwritten: OrderedDict[BlockKey, None] = OrderedDict()  # in slots that the store may read
-        self._copies: list[BlockCopy] = []  # for the step that is being scheduled
-        self._saved: list[Slot] = []  # the blocks that it saves
-        self._under_way: deque[list[Slot]] = deque()  # the same of the steps without a result
+        self._unwritten: OrderedDict[BlockKey, None] = OrderedDict()  # in slots that the store may be reading
+        self._copies: list[BlockCopy] = []  # for the step being scheduled
+        self._saved: list[Slot] = []  # the blocks saved by that step
+        self._under_way: deque[list[Slot]] = deque()  # the same for the steps without a result
         self._num_taken = 0  # steps
         self._num_finished = 0
         self._last_step: dict[int, int] = {}  # slot -> number of the last step that copies to or from it
@@ -102,7 +100,7 @@ class OffloadManager:
     # What is where
 
     def has(self, key: BlockKey) -> bool:
-        """Whether a copy that is scheduled from now on finds the block in host memory."""
+        """Whether a copy scheduled from now on finds the block in host memory."""
         return key in self._slots
 
     def is_in_reach(self, key: BlockKey) -> bool:
@@ -130,8 +128,8 @@ class OffloadManager:
         return self._is_faster(blocks_per_token * self._copy_seconds)
 
     def is_store_faster(self, blocks_per_token: float) -> bool:
-        """Whether reading blocks from the store takes less time than computing their tokens. Once in a while it is
-        worth a try in any case: disks have other users."""
+        """Whether reading blocks from the store takes less time than computing their tokens. Returns True occasionally
+        in any case, because the load on the disk may have changed."""
         if self.store is None:
             return False
         read_seconds = self.store.read_seconds
@@ -146,7 +144,7 @@ class OffloadManager:
     # Between the device and host memory
 
     def save(self, block: int, key: BlockKey) -> None:
-        """The device evicts the block: copy it to a slot, unless a slot holds it already."""
+        """Called when the device evicts a block: copy it to a slot, unless a slot already holds it."""
         if key in self._slots:
             self._slots.move_to_end(key)
             return
@@ -180,7 +178,7 @@ class OffloadManager:
         self._last_step[copy.slot] = self._num_taken
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies of the step that has been scheduled. Call it for each step that the ranks run."""
+        """Take the copies of the step that was just scheduled. Call this for each step that the ranks run."""
         copies = self._copies
         self._copies = []
         self._under_way.append(self._saved)
@@ -189,18 +187,18 @@ class OffloadManager:
         return copies
 
     def finish_step(self) -> None:
-        """The oldest step under way has a result, so that its copies have been made."""
+        """Called when the oldest step in flight has a result, so that its copies have been made."""
         number = self._num_finished
         self._num_finished += 1
         saved = self._under_way.popleft()
         if self.store is None:
             return
         for key, slot in saved:
-            if self._slots.get(key) == slot and self._saved_in[slot] == number:  # it may have been saved there again
+            if self._slots.get(key) == slot and self._saved_in[slot] == number:  # it may have been saved again
                 self._unwritten[key] = None
 
     def _take_slot(self, is_usable: Callable[[int], bool]) -> int | None:
-        """A free slot, or else that of the least recently used block; None if every slot is in use."""
+        """Take a free slot, or else that of the least recently used block; None if every slot is in use."""
         if self._free:
             return self._free.pop()
         for key, slot in self._slots.items():
@@ -217,11 +215,11 @@ class OffloadManager:
 
     @property
     def max_reads(self) -> int:
-        """Blocks that one sequence may have read from the store: the others keep half of the slots."""
+        """Maximum number of blocks to read from the store for one sequence; half of the slots stay for the others."""
         return self.num_slots // 2
 
     def start_read(self, key: BlockKey) -> bool:
-        """Make the store read a block that is in no slot. Returns False if no slot is available."""
+        """Have the store read a block that is in no slot. Returns False if no slot is available."""
         assert self.store is not None
         if key in self._reading:
             return True
@@ -233,11 +231,11 @@ class OffloadManager:
         return True
 
     def _is_at_rest(self, slot: int) -> bool:
-        """Whether no step under way copies to or from the slot."""
+        """Whether no step in flight copies to or from the slot."""
         return self._last_step.get(slot, -1) < self._num_finished
 
     def exchange(self) -> None:
-        """Take in what the store has finished, and have it write what was saved since. Call it before each step."""
+        """Process finished transfers of the store, and have it write newly saved blocks. Call this before each step."""
         if self.store is None:
             return
         for transfer in self.store.take_finished():
@@ -263,7 +261,7 @@ class OffloadManager:
         return self.stats, None if self.store is None else self.store.stats
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot has one user, and no copy is left over. Call it between steps."""
+        """Raise AssertionError unless every slot has one user and no copy is left over. Call this between steps."""
         used = [*self._free, *self._slots.values(), *self._reading.values()]
         assert sorted(used) == list(range(self.num_slots)), "a slot of host memory is lost, or used twice"
         assert self._writing <= self._slots.keys(), "a block that is being written has lost its slot"

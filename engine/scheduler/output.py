@@ -14,21 +14,21 @@ import msgspec
 from serve_llm.common.adapter_files import AdapterFiles
 from serve_llm.common.types import Adapter, Sampling, TokenLogprobs
 
-MaskSource = Callable[[], bytes]  # waits for the masks of a step; see `SchedulerOutput`
+MaskSource = Callable[[], bytes]  # blocks until the masks of a step are ready; see `SchedulerOutput`
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True):
-    """A request admitted in this step. Replaces whatever the workers held at its index."""
+    """A request admitted in this step. Replaces any earlier request at its index."""
 
     req_index: int
     token_ids: list[int]  # prompt, then output so far
     num_prompt: int  # how many of token_ids are the prompt
     sampling: Sampling
-    prompt_logprobs: int | None  # None also if they were delivered before a preemption
+    prompt_logprobs: int | None  # None if they were delivered before a preemption
     uses_long_rope: bool = False  # see `Sequence`
     pooling: bool = False  # return the prompt's vector
     second_text_start: int | None = None  # see `Request`
-    adapter: Adapter | None = None  # to be in `adapter_slot` from this step on
+    adapter: Adapter | None = None  # to be loaded into `adapter_slot` for this step
     adapter_slot: int | None = None
     adapter_files: AdapterFiles | None = None  # for ranks on other hosts that do not hold the adapter
 
@@ -36,8 +36,8 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True):
 class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one request to compute in this step: positions start .. start + count - 1.
 
-    The last ones may be drafts: guesses of the ids that the step samples. A step with drafts samples after the newest
-    known token and after each draft.
+    The last ones may be drafts, which are guesses of the ids that the step samples. With drafts, the step samples after
+    the newest known token and after each draft.
     """
 
     req_index: int
@@ -46,12 +46,12 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_blocks: tuple[list[int], ...]  # per KV group: block ids to append to the request's block table; empty: none
     sample: bool  # the last position is the newest known token: sample the next one
     new_token_ids: list[int]  # added since this request was last scheduled
-    logprobs_start: int | None = None  # from this position on, report the known output ids that follow; None: none
-    draft_ids: tuple[int, ...] = ()  # the ids of the last tokens, which the request does not have yet; only if `sample`
+    logprobs_start: int | None = None  # report the known output ids after this position and later ones; None: none
+    draft_ids: tuple[int, ...] = ()  # ids of the last tokens, which are not part of the request yet; only if `sample`
 
     @property
     def num_samples(self) -> int:
-        """Tokens after which an id is sampled: the last ones."""
+        """Number of tokens, the last ones, after which an id is sampled."""
         return len(self.draft_ids) + self.sample
 
 
@@ -69,9 +69,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     new_requests: list[NewRequestData]
     scheduled: list[ScheduledTokens]
-    masked_rows: list[int] = []  # numbers of the samples, in the order of `scheduled`, whose ids are restricted
+    masked_rows: list[int] = []  # indices of the samples, in the order of `scheduled`, whose ids are restricted
     capture_size: int = 0  # if nothing is scheduled: capture the decode step of this many sequences
-    copies: list[BlockCopy] = []  # to be made in this order, before anything is computed
+    copies: list[BlockCopy] = []  # to be made in this order before the step is computed
 
     @property
     def num_tokens(self) -> int:
@@ -90,17 +90,17 @@ class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 .., if the request wants them
     vector: bytes | None = None  # if a pooling request's prompt ends with this chunk; see `Output`
-    accepted_ids: tuple[int, ...] = ()  # drafts that are the ids which were sampled there; token_id comes after them
+    accepted_ids: tuple[int, ...] = ()  # drafts that equal the ids sampled there; token_id comes after them
     known_logprobs: tuple[TokenLogprobs, ...] = ()  # for accepted_ids, or positions logprobs_start+1 .. before token_id
-    forced_ids: tuple[int, ...] = ()  # what the grammar demands after token_id; the structured output manager adds them
-    ends_text: bool = False  # the text is complete with these ids: its grammar allows nothing more
+    forced_ids: tuple[int, ...] = ()  # forced after token_id by the grammar; the structured output manager adds them
+    ends_text: bool = False  # the grammar allows nothing after these ids, so the text is complete
     error: str | None = None  # set instead of a token that could not be sampled; ends the request
-    # Of each token: the hidden states that the draft source reads, in the model's dtype. None if it reads none.
+    # The hidden states of each token that the draft source reads, in the model's dtype; None if it reads none.
     hidden_states: bytes | None = None
     is_contradiction: bool = False  # see `Output`
 
     def cut(self, num_accepted: int) -> None:
-        """Make the accepted id after the first `num_accepted` the sampled one: the text ends with it."""
+        """End the text at the accepted id after the first `num_accepted`, which becomes the sampled one."""
         self.token_id = self.accepted_ids[num_accepted]
         self.accepted_ids = self.accepted_ids[:num_accepted]
         if self.logprobs is not None:

@@ -10,7 +10,7 @@ from serve_llm.engine.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class PlannedStep:
-    """What has been scheduled so far, and what may still be."""
+    """What has been scheduled so far, and what may still be added."""
 
     max_tokens: int
     budget: int  # tokens left of max_tokens

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from serve_llm.engine.scheduler.sequence import Sequence
 
-CPU_STEP_SECONDS = 0.15  # target on a CPU: running streams do not wait longer than this behind a prompt
+CPU_STEP_SECONDS = 0.15  # target on a CPU: the longest time for which a prompt delays running streams
 
 
 def _arrival(sequence: Sequence) -> int:
@@ -21,7 +21,7 @@ class WaitingQueue:
 
     Service is counted in tokens, of prompts and output alike: the virtual token counter of "Fairness in Serving Large
     Language Models" (Sheng et al., OSDI 2024). A tenant that returns after a pause starts at the level of the others,
-    so that staying away earns no credit. A preempted sequence keeps its arrival number.
+    so that pausing earns no credit. A preempted sequence keeps its arrival number.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class WaitingQueue:
         return sum(map(len, self._lanes.values()))
 
     def count_before(self, priority: int) -> int:
-        """Sequences that go before all of this priority."""
+        """Count the sequences that come before all of this priority."""
         return sum(len(lane) for key, lane in self._lanes.items() if key[0] < priority)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order of the service at the time the next one is asked for. Sequences may be admitted during iteration."""
+        """Iterate in order of service, evaluated at each step. Sequences may be admitted during iteration."""
         lanes = {key: tuple(lane) for key, lane in self._lanes.items()}
         heads = [(*self._rank(lane[0]), 0, key) for key, lane in lanes.items()]
         heapq.heapify(heads)
@@ -60,7 +60,7 @@ class WaitingQueue:
         insort(self._lanes.setdefault((sequence.request.priority, tenant), []), sequence, key=_arrival)
 
     def admit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Remove a sequence that is admitted. num_tokens: of its prompt, computed for its tenant."""
+        """Remove an admitted sequence. num_tokens: prompt tokens to charge to its tenant."""
         self._level = max(self._level, self._served[sequence.request.tenant])
         self.remove(sequence)
         self.charge(sequence, num_tokens)
@@ -80,18 +80,19 @@ class WaitingQueue:
 class TokenBudget:
     """Token budget of the next step, from measured speed, so that running streams do not stall behind a long prompt.
 
-    Tracks the tokens per second of large steps and aims at `target_seconds` per step. While many prompts wait, and
-    until none does, the target is up to four times as long: requests that start late in a burst run on after the others
-    have ended, in small batches that take as long as large ones. While batches fill the pauses of other requests, the
-    target is a sixth: the next of them waits for the end of a step. The budget affects the timing of results alone.
+    Tracks the tokens per second of large steps and aims at `target_seconds` per step. From the time that many prompts
+    wait until none does, the target is up to four times as long, because requests that start late in a burst continue
+    after the others have ended, in small batches that take as long as large ones. While batches fill the pauses of
+    other requests, the target is a sixth, because the next such request waits for the end of a step. The budget affects
+    only the timing of results.
     """
 
     SMALLEST = 64  # tokens; a smaller step is mostly fixed cost
-    MANY_WAITING = 4  # prompts; with more the steps grow
-    FEW = 16  # tokens in the smallest step in such a pause
+    MANY_WAITING = 4  # waiting prompts above which steps grow
+    FEW = 16  # minimum tokens of a step in such a pause
 
     def __init__(self, limit: int, target_seconds: float | None) -> None:
-        """limit: most tokens in a step, never exceeded. target_seconds: None for always `limit`."""
+        """limit: maximum number of tokens in a step. target_seconds: None to always use `limit`."""
         self._limit = limit
         self._target = target_seconds
         self._tokens_per_second: float | None = None
@@ -103,8 +104,8 @@ class TokenBudget:
         return None if self._tokens_per_second is None else 1.0 / self._tokens_per_second
 
     def next(self, num_running: int = 0, num_waiting: int = 0, in_pause: bool = False) -> int:
-        """num_running: sequences that get one token each whatever the speed, beside SMALLEST tokens of prompts.
-        num_waiting: sequences that are not admitted yet. in_pause: only batches run, and others will come."""
+        """num_running: sequences that get one token each at any speed, besides SMALLEST prompt tokens. num_waiting:
+        sequences not admitted yet. in_pause: only batches run, and other requests are expected."""
         if self._target is None:
             return self._limit
         previous = self._stretch if num_waiting else 1.0

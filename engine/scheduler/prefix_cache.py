@@ -33,7 +33,7 @@ class PrefixCache:
         offload: OffloadManager | None = None,
         recorder: KVEventRecorder | None = None,
     ) -> None:
-        """offload: where blocks go that lose their place. recorder: gets the events. Both need `enabled`."""
+        """offload: receives evicted blocks. recorder: receives the events. Both need `enabled`."""
         self._groups = groups
         self._pool = pool
         self._offload = offload
@@ -44,7 +44,7 @@ class PrefixCache:
         self._smallest_block = min((group.block_size for group in groups), default=1)
         self._hit_step = max((group.block_size for group in groups), default=1)  # block sizes are powers of two
         self._blocks_per_token = sum(1 / group.block_size for group in groups)
-        self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences will compute
+        self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences are going to compute
 
     def _on_eviction(self, block: int, key: BlockKey) -> None:
         if self._recorder is not None:
@@ -53,8 +53,8 @@ class PrefixCache:
             self._offload.save(block, key)
 
     def find(self, sequence: Sequence) -> int:
-        """Tokens of the longest prefix on the device or in host memory. At least one token is left to compute, to
-        sample the next from, and all from which log-probabilities are still to come."""
+        """Find the number of tokens in the longest prefix on the device or in host memory. Leaves at least one token to
+        compute, from which to sample, and all tokens whose log-probabilities are still needed."""
         if self._offload is not None and self._offload.is_memory_faster(self._blocks_per_token):
             return self._find(sequence, self._is_in_memory)
         return self._find(sequence, self._pool.is_cached)
@@ -83,19 +83,19 @@ class PrefixCache:
         return hit
 
     def _first_block(self, index: int, hit: int) -> int:
-        """Of the blocks that a group needs to go on after `hit` tokens."""
+        """The first block that a group needs to continue after `hit` tokens."""
         group = self._groups[index]
         return 0 if group.window is None else max(0, (hit - group.window + 1) // group.block_size)
 
     def _keys(self, sequence: Sequence, index: int, hit: int) -> list[BlockKey]:
-        """The blocks that a group needs to go on after `hit` tokens."""
+        """Keys of the blocks that a group needs to continue after `hit` tokens."""
         size = self._groups[index].block_size
         hashes = sequence.block_hashes(size, hit // size)
         return [(index, block_hash) for block_hash in hashes[self._first_block(index, hit) :]]
 
     def tables(self, sequence: Sequence, hit: int) -> list[list[int]]:
-        """Each group's block table for the first `hit` tokens, as `find` returned. OFFLOADED marks blocks that are
-        in host memory only."""
+        """Look up each group's block table for the first `hit` tokens, as returned by `find`. OFFLOADED marks blocks
+        that are only in host memory."""
         tables = []
         for index, group in enumerate(self._groups):
             num_blocks = hit // group.block_size
@@ -108,17 +108,17 @@ class PrefixCache:
         return tables
 
     def count_shared(self, tables: Items[Items[int]]) -> int:
-        """Blocks of the tables that others hold, so that they take no free block."""
+        """Count blocks of the tables that other sequences hold, which take no free block."""
         return sum(block >= 0 and not self._pool.is_free(block) for table in tables for block in table)
 
     def acquire(self, sequence: Sequence, tables: Items[list[int]]) -> None:
-        """Take references to the blocks of the tables. Offloaded ones are copied to blocks of the device, which take
-        their places in the tables. The caller has checked that there is room for them."""
+        """Take references to the blocks of the tables. Offloaded blocks are copied to device blocks, which replace them
+        in the tables. The caller has checked that enough blocks are free."""
         places: list[tuple[int, int]] = []
         for index, table in enumerate(tables):
             for number, block in enumerate(table):
                 if block >= 0:
-                    self._pool.acquire(block)  # all of them first, so that none is given to an offloaded block
+                    self._pool.acquire(block)  # first all of these, so that none is reused for an offloaded block
                 elif block == OFFLOADED:
                     places.append((index, number))
         if not places or self._offload is None:
@@ -137,16 +137,16 @@ class PrefixCache:
         self._record(sequence, places)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Of offloaded blocks, for the step that has been scheduled. Call it for each step that is executed."""
+        """Take the copies of offloaded blocks for the step just scheduled. Call this for each executed step."""
         return [] if self._offload is None else self._offload.take_copies()
 
     def finish_step(self) -> None:
-        """The oldest step under way has a result."""
+        """Called when the oldest step in flight has a result."""
         if self._offload is not None:
             self._offload.finish_step()
 
     def _record(self, sequence: Sequence, places: Items[tuple[int, int]]) -> None:
-        """Record blocks that are cached now, by group and number; consecutive ones together."""
+        """Record newly cached blocks by group and number, merging consecutive ones."""
         if self._recorder is None:
             return
         start = 0
@@ -156,8 +156,8 @@ class PrefixCache:
                 start = end
 
     def must_wait(self, sequence: Sequence, hit: int) -> bool:
-        """Whether waiting saves work: a running sequence will compute the block after the hit, or it is being read from
-        the store. Starts to read what the store has, once for each time that the sequence waits for its admission."""
+        """Whether waiting saves work, because a running sequence will compute the block after the hit or the store is
+        reading it. Starts reads from the store, once each time the sequence waits for admission."""
         if self.is_coming(sequence, hit):
             return True
         offload = self._offload
@@ -168,7 +168,7 @@ class PrefixCache:
         return offload.is_reading(sequence.stored_keys)
 
     def _start_reads(self, offload: OffloadManager, sequence: Sequence, hit: int) -> list[BlockKey]:
-        """Have blocks of the store read that continue the hit. Returns those that are being read."""
+        """Have the store read blocks that continue the hit. Returns those being read."""
         if not offload.is_memory_faster(self._blocks_per_token):
             return []
         longest = self._find(sequence, self._is_in_reach)
@@ -204,7 +204,7 @@ class PrefixCache:
         self._pending += Counter()  # drops zero counts
 
     def _to_compute(self, sequence: Sequence) -> list[BlockKey]:
-        """Prompt blocks of group 0 that a running sequence has yet to compute."""
+        """Keys of the prompt blocks of group 0 that a running sequence has yet to compute."""
         if not self._enabled:
             return []
         size = self._groups[0].block_size
@@ -212,7 +212,7 @@ class PrefixCache:
         return [(0, key) for key in hashes[sequence.num_computed // size :]]
 
     def remember(self, sequence: Sequence, start: int) -> None:
-        """Index the blocks that were filled."""
+        """Add newly filled blocks to the cache."""
         size = self._smallest_block
         if not self._enabled or start // size == sequence.num_computed // size:
             return
@@ -229,7 +229,8 @@ class PrefixCache:
         self._record(sequence, new)
 
     def check_integrity(self, running: Items[Sequence]) -> None:
-        """Raise AssertionError unless the pending blocks are those that running sequences have yet to compute."""
+        """Raise AssertionError unless the pending blocks are exactly those that running sequences have yet to
+        compute."""
         expected = Counter(key for sequence in running for key in self._to_compute(sequence))
         assert +self._pending == expected, "pending prefix blocks differ from those being computed"
         if self._offload is not None:

@@ -1,4 +1,4 @@
-"""Drafts from texts: where the latest ids of a text occurred before, in itself or in another, it may go on as there."""
+"""Drafts from earlier text: if the latest ids occurred before, in this text or another, the same ids may follow."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NONE = -1
 
 
 class PromptLookup:
-    """Finds the longest earlier occurrence of a text's end, of several equally long ones the latest, and one in recent
-    texts if it is longer."""
+    """Finds the longest earlier occurrence of a text's end, the latest among equally long ones, or a longer one in
+    recent texts."""
 
     def __init__(self, min_match: int, max_match: int, recent: RecentTexts | None = None) -> None:
-        """min_match: ids of the shortest occurrence that counts. max_match: more ids do not make it better.
-        recent: other texts, to which this one is added when it ends."""
+        """min_match: minimum length of a match. max_match: longer matches are not preferred. recent: other texts, to
+        which this one is added when it ends."""
         self._min_match = min_match
         self._max_match = max_match
         self._recent = recent
@@ -35,7 +35,7 @@ class PromptLookup:
             return []
         drafts = list(token_ids[end : end + count])
         period = len(token_ids) - end
-        while len(drafts) < count:  # the occurrence reaches into the end itself: the text repeats itself
+        while len(drafts) < count:  # the match overlaps the end, so the text repeats itself
             drafts.append(drafts[len(drafts) - period])
         return drafts
 
@@ -45,7 +45,7 @@ class PromptLookup:
             self._recent.add(sequence.token_ids[sequence.num_prompt :])
 
     def _find(self, token_ids: Items[int]) -> tuple[int, int]:
-        """The position after the best earlier occurrence of the text's end, NONE if there is none; and its length."""
+        """Return the position after the best earlier occurrence of the text's end, NONE without one, and its length."""
         last = len(token_ids) - 1
         best = NONE
         best_length = self._min_match - 1

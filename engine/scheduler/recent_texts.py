@@ -1,6 +1,7 @@
 """Recent outputs, as a source of drafts for later ones. Bounded.
 
-Only requests with the same API key and cache salt see each other's: how fast a text comes would tell what others got.
+Only requests with the same API key and cache salt share them, because the speed of a text would reveal the outputs of
+others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence as Items
 from serve_llm.common.types import Request
 from serve_llm.engine.scheduler.run_index import RunIndex, count_equal
 
-MAX_IDS = 1 << 15  # that one group of requests has; about 0.6 MB with the index
+MAX_IDS = 1 << 15  # ids kept per group of requests; about 0.6 MB with the index
 MAX_GROUPS = 32
 END = -1  # after each text
 
@@ -28,7 +29,7 @@ class RecentTexts:
         self._index = RunIndex(min_match, MAX_IDS)
 
     def add(self, token_ids: Items[int]) -> None:
-        """Add a text. The older half is dropped when there are too many ids."""
+        """Add a text. If there are too many ids, drop the older half."""
         self._ids.extend(token_ids[-MAX_IDS // 2 :])
         self._ids.append(END)
         if len(self._ids) > MAX_IDS:
@@ -37,8 +38,8 @@ class RecentTexts:
         self._index.extend(self._ids, len(self._ids))
 
     def find(self, token_ids: Items[int], count: int, least: int) -> list[int]:
-        """Up to `count` ids that followed the end of `token_ids` in the text where most of its ids occurred, if these
-        are more than `least`."""
+        """Return up to `count` ids that followed the longest match of the end of `token_ids`, if it is longer than
+        `least`."""
         best: list[int] = []
         best_length = least
         for candidate in self._index.find(token_ids):
@@ -54,14 +55,14 @@ class RecentTexts:
 
 
 class RecentTextGroups:
-    """The recent texts of each group of requests; of the groups that were used longest ago none are kept."""
+    """The recent texts of each group of requests; the least recently used groups are dropped."""
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self._lengths = (min_match, max_match)
         self._groups: OrderedDict[tuple[int, str], RecentTexts] = OrderedDict()
 
     def find(self, request: Request) -> RecentTexts:
-        """Those that the request may see."""
+        """Find the texts that the request may see."""
         key = (request.tenant, request.cache_salt)
         if key not in self._groups:
             self._groups[key] = RecentTexts(*self._lengths)

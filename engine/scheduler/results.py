@@ -1,4 +1,4 @@
-"""Adds the result of a step to its sequence, and says what the request gets."""
+"""Adds the result of a step to its sequence, and builds the request's output."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from serve_llm.engine.scheduler.sequence import Sequence
 
 
 def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> Output | None:
-    """Append the new ids to the sequence. Returns what its request gets; None if there is nothing yet.
+    """Append the new ids to the sequence. Returns the request's output; None if there is nothing yet.
 
-    The ids that follow a sampled one for certain go out with it, unless the request wants their log-probabilities:
-    those come with the step that computes these ids, and so do the ids.
+    Forced ids after a sampled one are sent with it, unless the request wants their log-probabilities. In this case,
+    both come with the step that computes these ids.
     """
     if result.error is not None:
         return Output(
@@ -27,7 +27,7 @@ def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> 
         sequence.end_reason = _append_ids(sequence, result, max_model_len)
     elif sequence.sampling.max_tokens == 0:
         if sequence.num_computed < len(sequence.token_ids):
-            return None  # more of the prompt is to come
+            return None  # more of the prompt follows
         sequence.end_reason = FinishReason.STOP if sequence.request.pooling else FinishReason.LENGTH
     elif not result.known_logprobs:
         return None
@@ -35,8 +35,8 @@ def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> 
 
 
 def _append_ids(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> FinishReason | None:
-    """Append the sampled ids and those that must follow, up to the request's limits. Returns why the
-    request ends with them, if it does."""
+    """Append the sampled ids and the forced ids after them, up to the request's limits. Returns the finish reason, if
+    the request ends."""
     assert result.token_id is not None
     new_ids = [*result.accepted_ids, result.token_id, *result.forced_ids]
     for number, token_id in enumerate(new_ids, start=1):

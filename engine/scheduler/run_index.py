@@ -1,4 +1,4 @@
-"""Where runs of ids end in a text that grows: hash chains from the latest to the earliest, as in LZ77."""
+"""An index of where runs of ids end in a growing text: hash chains from the latest to the earliest, as in LZ77."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 MAX_BUCKETS = 1 << 16
-MAX_CANDIDATES = 16  # earlier occurrences that are looked at
+MAX_CANDIDATES = 16  # earlier occurrences to examine
 NONE = -1
 
 
 class RunIndex:
-    """Each id is indexed once. Takes 4 bytes per id and per bucket."""
+    """Indexes each id once. Takes 4 bytes per id and per bucket."""
 
     def __init__(self, run_length: int, num_expected: int = 0) -> None:
-        """num_expected: ids of the text, if it will be much longer than it is at first."""
+        """num_expected: final number of ids, if the text will grow much."""
         self._run_length = run_length
         self._num_expected = num_expected
         self._num_indexed = 0  # runs that end before this position are indexed
         self._latest: array[int] = array("i")  # by bucket: where the latest run ends
-        self._previous: array[int] = array("i")  # by position: where the run before in its chain ends
+        self._previous: array[int] = array("i")  # by position: where the previous run in its chain ends
 
     def extend(self, token_ids: Items[int], end: int) -> None:
         """Index the runs that end before the position `end`. token_ids: as before, and more."""
@@ -37,7 +37,7 @@ class RunIndex:
         self._num_indexed = max(self._num_indexed, end)
 
     def find(self, token_ids: Items[int]) -> Iterator[int]:
-        """Where runs end that are probably the last one of `token_ids`, the latest first."""
+        """Yield where runs end that probably equal the last run of `token_ids`, the latest first."""
         if len(token_ids) < self._run_length or not self._latest:
             return
         mask = len(self._latest) - 1
@@ -50,7 +50,7 @@ class RunIndex:
 
 
 def count_equal(first_ids: Items[int], first: int, second_ids: Items[int], second: int, most: int) -> int:
-    """How many ids up to the positions `first` and `second` of two texts are equal."""
+    """Count how many ids before the positions `first` and `second` of two texts are equal."""
     length = 0
     while length < most and length <= min(first, second) and first_ids[first - length] == second_ids[second - length]:
         length += 1

@@ -14,7 +14,7 @@ from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence, most_bloc
 
 
 class RunningSequences:
-    """Takes sequences from the queue, and puts those that are preempted back into it."""
+    """Takes sequences from the queue, and returns preempted ones to it."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RunningSequences:
         return not self._free_indices
 
     def has_room(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether there are blocks for all tokens of a waiting sequence, of which `num_cached` are cached."""
+        """Whether there are enough blocks for all tokens of a waiting sequence, of which `num_cached` are cached."""
         return self._can_hold(sequence, self._prefix_cache.tables(sequence, num_cached))
 
     def _can_hold(self, sequence: Sequence, cached: Items[Items[int]]) -> bool:
@@ -60,11 +60,12 @@ class RunningSequences:
         return num_needed - self._prefix_cache.count_shared(cached) <= self._pool.num_free
 
     def has_blocks(self, sequence: Sequence, count: int) -> bool:
-        """Whether there are blocks for the next `count` tokens without preempting any."""
+        """Whether there are enough blocks for the next `count` tokens without preemption."""
         return sum(sequence.missing_blocks(count)) <= self._pool.num_free
 
     def admit(self, sequence: Sequence, num_cached: int, now: float) -> bool:
-        """Give a waiting sequence an index and its cached prefix, if there are blocks for all its tokens so far."""
+        """Give a waiting sequence an index and its cached prefix, if there are enough blocks for all its tokens so
+        far."""
         cached = self._prefix_cache.tables(sequence, num_cached)
         if not self._can_hold(sequence, cached):
             return False
@@ -86,9 +87,10 @@ class RunningSequences:
         return True
 
     def allocate(self, sequence: Sequence, count: int) -> bool:
-        """Append blocks for the next `count` tokens, preempting the last of a batch, or else the last, if necessary.
+        """Append blocks for the next `count` tokens. If necessary, preempt the last sequence of a batch, or else the
+        last one.
 
-        False if there are none: the sequence itself was preempted, or the victim is still in flight.
+        Returns False if there are no blocks: the sequence itself was preempted, or the victim is still in flight.
         """
         if sequence.num_scheduled + count <= sequence.num_allocated:
             return True
@@ -105,9 +107,10 @@ class RunningSequences:
         return True
 
     def make_way(self) -> set[int]:
-        """Preempt the last sequence of a batch that holds what the first waiting sequence needs.
+        """Preempt the last sequence of a batch that holds resources which the first waiting sequence needs.
 
-        Returns its index instead while it is in flight: it must not be scheduled, so that it can be preempted later.
+        While it is in flight, returns its index instead. It must then not be scheduled, so that it can be preempted
+        later.
         """
         first = next(iter(self._waiting), None)
         if first is None or first.is_of_batch:
@@ -128,9 +131,9 @@ class RunningSequences:
         return set()
 
     def pass_slot_on(self) -> set[int]:
-        """Preempt the sequences of an adapter whose turn is over if the slot is awaited: see `AdapterSlots`.
+        """Preempt the sequences of an adapter whose turn is over and whose slot is needed; see `AdapterSlots`.
 
-        Returns their indices instead while one of them is in flight: they must not be scheduled.
+        While one of them is in flight, returns their indices instead. They must then not be scheduled.
         """
         if not self._adapters.are_short:
             return set()
@@ -145,7 +148,7 @@ class RunningSequences:
         return set()
 
     def _list_lacking(self) -> list[Sequence]:
-        """Waiting sequences that lack nothing but a slot for their adapter, or come before those that lack more."""
+        """List the waiting sequences that lack only a slot for their adapter, or precede those that lack more."""
         lacking = []
         is_checked = False
         for sequence in self._waiting:
@@ -165,13 +168,13 @@ class RunningSequences:
         self._stats.num_preemptions += 1
 
     def requeue(self, sequence: Sequence) -> None:
-        """Move a running sequence back to the queue, to be recomputed."""
+        """Move a running sequence back to the queue; it will be recomputed."""
         self.remove(sequence)
         sequence.forget_progress()
         self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Release the index and all blocks, the last blocks first: the start of a prefix is worth most."""
+        """Release the index and all blocks, the last blocks first, because the start of a prefix is the most useful."""
         assert sequence.req_index is not None
         self._prefix_cache.end(sequence)
         for block in sequence.drop_blocks():

@@ -1,12 +1,12 @@
 """Continuous batching: each step computes some tokens of each scheduled sequence. There is no prefill or decode mode.
 
-Running sequences are scheduled first, then waiting ones are admitted while the token budget, the request indices and
-the blocks last. Decoding sequences get one token in every step, and more if forced ids follow it. At most one prompt
-that needs several steps is computed at a time, on at most half the budget while shorter prompts can use the rest. A
-running sequence that finds no block preempts the one admitted last, which waits again and is recomputed.
+Running sequences are scheduled first, then waiting ones are admitted as long as the token budget, the request indices
+and the blocks suffice. Decoding sequences get one token in every step, and more if forced ids follow it. At most one
+prompt that needs several steps is computed at a time, on at most half the budget while shorter prompts can use the
+rest. A running sequence that finds no block preempts the one admitted last, which waits again and is recomputed.
 
-Sequences of batches, which have the lowest priority, give way to all others: those that run are paused, except for a
-small share of each step, and those that hold what a waiting one needs are preempted. The scheduler is pure: it takes
+Sequences of batches (the Batch API) have the lowest priority: while others exist, they are paused except for a small
+share of each step, and preempted if they hold resources that a waiting sequence needs. The scheduler is pure: it takes
 sequences and a budget, and returns a SchedulerOutput; results may come back several steps later.
 """
 
@@ -51,9 +51,9 @@ class Scheduler:
         offload: OffloadManager | None = None,
         recorder: KVEventRecorder | None = None,
     ) -> None:
-        """max_chunk: most tokens of one sequence in one step; bounds what a sliding window holds at a time.
-        async_scheduling: schedule a sequence again while it is in flight; workers already have the id they sampled.
-        long_rope_threshold: see `ModelSpec`. whole_prompts: compute each prompt in one step, as encoders need.
+        """max_chunk: most tokens of one sequence in one step; bounds the blocks that a sliding window holds.
+        async_scheduling: schedule a sequence again while it is in flight; workers already have the id that they
+        sampled. long_rope_threshold: see `ModelSpec`. whole_prompts: compute each prompt in one step, as encoders need.
         speculator: proposes drafts. max_loras: adapters that workers hold. offload, recorder: see `PrefixCache`."""
         self._groups = tuple(groups)
         self._pool = BlockPool(num_blocks)
@@ -70,9 +70,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._adapters = AdapterSlots(max_loras)
         self._num_arrivals = 0
-        self._num_before_batches = 0  # live sequences that batches give way to
+        self._num_before_batches = 0  # live sequences that do not belong to batches
         self._num_active = 0  # running ones that are not paused
-        self._num_deferred = 0  # waiting ones that the newest step has passed over
+        self._num_deferred = 0  # waiting ones that the newest step has skipped
         self._batch_share = BatchShare(max_chunk if whole_prompts else BatchShare.MOST)
         self._stats = Stats()
         self._running = RunningSequences(
@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def has_only_batches(self) -> bool:
-        """Whether no other sequence is live."""
+        """Whether all live sequences belong to batches."""
         return not self._num_before_batches
 
     @property
@@ -134,16 +134,16 @@ class Scheduler:
 
     @property
     def request_indices(self) -> Collection[int]:
-        """Indices that running sequences own; a view."""
+        """Indices of the running sequences; a view."""
         return self._running.by_index.keys()
 
     @property
     def in_flight(self) -> list[int]:
-        """Ids of the requests in steps whose results are still to come."""
+        """Ids of the requests in steps without a result yet."""
         return [sequence.request.id for sequence in self._running if sequence.num_scheduled > sequence.num_computed]
 
     def stats(self) -> Stats:
-        """Counters so far and current gauges. The caller fills in num_steps and step_tokens."""
+        """Return total counters and current gauges. The caller sets num_steps and step_tokens."""
         self._stats.num_running = len(self._running)
         self._stats.num_waiting = len(self._waiting)
         self._stats.num_deferred = min(self._num_deferred, len(self._waiting))
@@ -153,7 +153,7 @@ class Scheduler:
     # Scheduling a step.
 
     def prepare_drafts(self, held: Collection[int]) -> None:
-        """Guess ids for the sequences that the next step may compute. May take as long as a step."""
+        """Draft ids for the sequences that the next step may compute. May take as long as a step."""
         if self._speculator is not None:
             paused = self._find_paused()
             self._num_active = len(self._running) - len(paused)
@@ -164,8 +164,8 @@ class Scheduler:
     def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
         """Choose at most `budget` tokens to compute next. Empty if every sequence waits or is in flight.
 
-        num_batches: steps to keep in flight at a time, each with other sequences. Each step takes at most its share of
-        the sequences, so that the others find work. held: request indices of sequences that are not ready.
+        num_batches: steps to keep in flight at a time, each with different sequences. Each step takes at most its share
+        of the sequences, so that work is left for the others. held: request indices of sequences that are not ready.
         """
         if self._has_both:
             held = self._running.make_way().union(held)
@@ -188,7 +188,7 @@ class Scheduler:
         return SchedulerOutput(step.new_requests, step.scheduled, copies=copies)
 
     def _limit_drafts(self) -> int:
-        """The most drafts of a step: with them it samples about as many ids as a step without drafts may."""
+        """Limit the drafts of a step, so that it samples about as many ids as a full step without drafts."""
         if self._speculator is None:
             return 0
         num_free_rows = self._max_num_seqs - len(self._running) - len(self._waiting)
@@ -203,7 +203,8 @@ class Scheduler:
         active: set[int],
         held: Collection[int],
     ) -> None:
-        """Give sequences of batches their share of a step that others have filled. active: indices of the others."""
+        """Add sequences of batches, up to their share, to a step that others have filled. active: indices of the
+        others."""
         self._batch_share.add(step.max_tokens - step.budget)
         if active:
             step.budget = min(step.budget, self._batch_share.num_tokens)
@@ -213,11 +214,11 @@ class Scheduler:
 
     @property
     def _has_both(self) -> bool:
-        """Whether sequences of batches are live, and others."""
+        """Whether there are live sequences both of batches and others."""
         return 0 < self._num_before_batches < len(self._sequences)
 
     def _find_paused(self) -> set[int]:
-        """Request indices of the running sequences of batches while there are others."""
+        """Find the request indices of running sequences of batches, which are paused while there are others."""
         if not self._has_both:
             return set()
         return {req_index for req_index, sequence in self._running.by_index.items() if sequence.is_of_batch}
@@ -231,7 +232,7 @@ class Scheduler:
         held: Collection[int],
         with_batches: bool = False,
     ) -> None:
-        """Schedule running sequences, until the step has `max_running`, then admit waiting ones."""
+        """Schedule running sequences until the step has `max_running`, then admit waiting ones."""
         self._schedule_running(step, max_running, held)
         if not step.is_out_of_blocks and self._waiting:
             self._admit_waiting(step, max_sequences, now, with_batches or not self._num_before_batches)
@@ -255,7 +256,7 @@ class Scheduler:
             is_long_prefill = sequence.has_long_prompt and not is_decoding
             count = min(sequence.num_unscheduled, step.budget, self._max_chunk)
             if is_long_prefill:
-                count = min(count, -(-prefill_budget // 2))  # the other half is for shorter prompts that came later
+                count = min(count, -(-prefill_budget // 2))  # the other half is for shorter prompts that arrived later
             else:
                 count = min(count, max(0, prefill_budget) + is_decoding)
             if count <= 0 or sequence.req_index is None:  # None: preempted by one before it
@@ -263,7 +264,7 @@ class Scheduler:
             if step.is_out_of_blocks and sequence.is_in_flight:
                 continue  # a sequence that is always in flight could never be preempted
             if not self._running.allocate(sequence, count):
-                step.is_out_of_blocks = True  # later sequences must not take the blocks that this one waits for
+                step.is_out_of_blocks = True  # later sequences must not take the blocks that this one needs
                 continue
             step.budget -= count
             prefill_budget -= count - is_decoding
@@ -283,7 +284,7 @@ class Scheduler:
     def _choose_drafts(
         self, speculator: Speculator, step: PlannedStep, sequence: Sequence, count: int, budget: int
     ) -> list[int]:
-        """Drafts to verify in this step after `count` tokens, at most `budget`, if there are blocks for them."""
+        """Choose at most `budget` drafts to verify in this step after `count` tokens, if there are blocks for them."""
         if count < sequence.num_unscheduled:
             return []
         most = min(sequence.max_drafts(self._max_model_len), step.max_drafts, budget, self._max_chunk - count)
@@ -295,14 +296,14 @@ class Scheduler:
         return drafts
 
     def _can_run_ahead(self, sequence: Sequence) -> bool:
-        """Whether a sequence in flight can be scheduled again before its last result is back."""
+        """Whether a sequence in flight can be scheduled again before its last result arrives."""
         if not self._async_scheduling:
             return False
         has_drafts = self._speculator is not None and self._speculator.has_drafts(sequence, self._num_active)
         return sequence.can_run_ahead(self._max_model_len, has_drafts)
 
     def _admit_waiting(self, step: PlannedStep, max_sequences: int, now: float, with_batches: bool) -> None:
-        """Admit waiting sequences in order, until the step has `max_sequences`, and those of batches only if asked to.
+        """Admit waiting sequences in order until the step has `max_sequences`; those of batches only if `with_batches`.
 
         Later sequences may overtake one whose prefix is being computed by another or read from disk, and one with a
         long prompt while another long prompt is being computed.
@@ -317,7 +318,7 @@ class Scheduler:
             if self._whole_prompts and step.scheduled and len(sequence.token_ids) > step.budget:
                 break
             num_cached = self._prefix_cache.find(sequence)
-            # A sequence with output was preempted or replayed: its stream stalls, so it does not wait for others.
+            # A sequence with output was preempted or replayed. Its stream is stalled, so it does not wait for others.
             can_wait = not sequence.num_output and not self._whole_prompts
             is_long = can_wait and len(sequence.token_ids) - num_cached > step.max_tokens
             if (is_long and has_long_prefill) or self._prefix_cache.must_wait(sequence, num_cached):
@@ -336,7 +337,7 @@ class Scheduler:
         self._num_deferred = num_overtaken + self._adapters.num_deferred
 
     def _schedule_long_prefill(self, step: PlannedStep, sequence: Sequence) -> None:
-        """Schedule the long prompt with the tokens set aside for it, and the rest of the budget if blocks are free."""
+        """Schedule the long prompt with its reserved tokens, plus the rest of the budget if blocks are free."""
         count = step.long_prefill_count
         extended = min(sequence.num_unscheduled, count + step.budget, self._max_chunk)
         if self._running.has_blocks(sequence, extended):
@@ -348,7 +349,8 @@ class Scheduler:
     # Results of a step.
 
     def update_from_output(self, scheduled: SchedulerOutput, results: Items[RunnerOutput]) -> list[Output]:
-        """Record the results of a step, in the order in which steps were scheduled. Returns outputs for requests."""
+        """Record the results of a step. Call in the order in which steps were scheduled. Returns outputs for
+        requests."""
         self._prefix_cache.finish_step()
         outputs = []
         for chunk, result in zip(scheduled.scheduled, results, strict=True):

@@ -10,7 +10,7 @@ from serve_llm.common.types import LOWEST_PRIORITY, FinishReason, Request, Token
 from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens
 
-RELEASED = -1  # a block table entry whose block left the sliding window and was given back
+RELEASED = -1  # a block table entry whose block left the sliding window and was released
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class GroupLayout:
     """How the tokens of one KV group are laid out in blocks."""
 
     block_size: int  # tokens per block
-    window: int | None  # a query sees only this many positions, its own included; None: all
-    chunked: bool = False  # a query sees only the positions of its own chunk of `window`, which are among those
+    window: int | None  # a query sees only this many positions, including its own; None: all
+    chunked: bool = False  # a query sees only positions in its own chunk of `window` positions
 
     @property
     def chunk_size(self) -> int | None:
@@ -28,8 +28,9 @@ class GroupLayout:
 
 
 def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:
-    """Most blocks of a group that a sequence of `num_tokens` holds at a time, computed `max_chunk` tokens a step."""
-    if group.window is not None:  # the window, the chunk being computed, and a block that is partly outside
+    """Maximum number of blocks that a sequence of `num_tokens` holds in a group, with at most `max_chunk` tokens per
+    step."""
+    if group.window is not None:  # the window, the chunk being computed, and a block partly outside
         num_tokens = min(num_tokens, group.window + max_chunk + group.block_size)
     return -(-num_tokens // group.block_size)
 
@@ -37,7 +38,7 @@ def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:
 class Sequence:
     """Mutable state of a live request. Only the scheduler writes to it."""
 
-    __slots__ = (  # read for every token: faster than a dictionary
+    __slots__ = (  # read for every token, where slots are faster than a dictionary
         "_block_hashes",
         "_long_rope_threshold",
         "_root_hash",
@@ -80,7 +81,7 @@ class Sequence:
         now: float,
         long_rope_threshold: int | None = None,
     ) -> None:
-        """arrival: number of the request in order of arrival. long_rope_threshold: see `ModelSpec`."""
+        """arrival: sequence number in order of arrival. long_rope_threshold: see `ModelSpec`."""
         self.request = request
         self.sampling = request.sampling
         self.arrival = arrival
@@ -89,26 +90,26 @@ class Sequence:
         self.token_ids = request.prompt_ids + request.output_ids
         self.num_computed = 0
         self.num_scheduled = 0  # num_computed plus the tokens of steps in flight
-        self.num_pending_ids = 0  # ids that the steps in flight sample, at most
+        self.num_pending_ids = 0  # maximum number of ids that the steps in flight sample
         self.has_drafts_in_flight = False
         self.req_index: int | None = None  # None: waiting
         self.adapter_slot: int | None = None  # None: waiting, or without an adapter
-        self.has_long_prompt = False  # its prompt did not fit into one step when it was admitted
-        self.is_finished = False  # it leaves once no step in flight computes it
+        self.has_long_prompt = False  # its prompt did not fit into one step on admission
+        self.is_finished = False  # it is removed once no step in flight computes it
         self.cached_tokens: int | None = None  # at the first admission
         self.queued_seconds: float | None = None
-        self.is_admission_reported = False  # cached_tokens and queued_seconds were sent
+        self.is_admission_reported = False  # cached_tokens and queued_seconds have been sent
         self.num_preemptions = 0  # since its last output
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.are_prompt_logprobs_sent = False
-        self.num_delivered = len(self.token_ids)  # prompt, and output ids that the request's outputs have carried
-        self.end_reason: FinishReason | None = None  # set with the last id, which may still wait for its logprobs
+        self.num_delivered = len(self.token_ids)  # prompt ids, and output ids that have been sent
+        self.end_reason: FinishReason | None = None  # set with the last id, which may still lack its logprobs
         self.groups = groups
         self.block_tables: list[list[int]] = [[] for _ in groups]
         self.num_allocated = 0  # tokens for which every block table has a block
-        self.unsent_blocks: tuple[list[int], ...] = ()  # per block table: entries that the workers do not have
+        self.unsent_blocks: tuple[list[int], ...] = ()  # per block table: entries that the workers lack
         self.num_sent_ids = 0  # token ids that the workers have
-        self.stored_keys: list[BlockKey] | None = None  # blocks that it had read from the store; None: not looked up
+        self.stored_keys: list[BlockKey] | None = None  # blocks read from the store for it; None: not looked up
         self.uses_long_rope = False  # KV is computed with the long RoPE factors
         self._long_rope_threshold = long_rope_threshold
         self._block_hashes: dict[int, list[bytes]] = {group.block_size: [] for group in groups}
@@ -127,12 +128,12 @@ class Sequence:
 
     @property
     def num_unscheduled(self) -> int:
-        """Tokens to schedule before the next one can be sampled: 1 while decoding, more after forced ids."""
+        """Tokens to schedule before the next id can be sampled: 1 while decoding, more after forced ids."""
         return len(self.token_ids) + self.num_pending_ids - self.num_scheduled
 
     def max_drafts(self, max_model_len: int) -> int:
-        """Most drafts that the next step may verify: none before the first output id, or while ids are in flight or
-        wait for their log-probabilities; all of them, and one id more, may become output."""
+        """Maximum number of drafts for the next step: none before the first output id, or while ids are in flight or
+        lack their log-probabilities. All of them, plus one id, may become output."""
         if self.is_in_flight or self.num_scheduled < self.num_prompt or self.num_delivered < len(self.token_ids):
             return 0
         longest = min(max_model_len, self.num_prompt + self.sampling.max_tokens) - 1
@@ -150,22 +151,23 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its prompt has been scheduled, except for one token at most."""
+        """Whether at most one token of its prompt is left to schedule."""
         return self.num_scheduled >= self.num_prompt or self.num_unscheduled == 1
 
     @property
     def is_of_batch(self) -> bool:
-        """Whether it has the lowest priority, which batches have."""
+        """Whether it has the lowest priority, that of batches."""
         return self.request.priority == LOWEST_PRIORITY
 
     def can_run_ahead(self, max_model_len: int, has_drafts: bool) -> bool:
-        """Whether it can be scheduled again while a step in flight computes it. has_drafts: guesses of its next ids."""
+        """Whether it can be scheduled again while a step in flight computes it. has_drafts: there are drafts of its
+        next ids."""
         if self.is_finished or self.has_drafts_in_flight:
             return False
         if self.num_pending_ids == 0:
             return True  # more of its prompt
         if has_drafts:
-            return False  # they are verified once the ids before them are known
+            return False  # drafts are verified once the ids before them are known
         if self.sampling.reads_history or self.must_switch_rope:
             return False
         length = len(self.token_ids) + self.num_pending_ids
@@ -177,7 +179,7 @@ class Sequence:
 
     @property
     def must_switch_rope(self) -> bool:
-        """Whether the next token needs the long RoPE factors, so that everything before it is computed again."""
+        """Whether the next token needs the long RoPE factors, so that everything before it must be recomputed."""
         if self._long_rope_threshold is None or self.uses_long_rope:
             return False
         return len(self.token_ids) + self.num_pending_ids > self._long_rope_threshold
@@ -200,7 +202,7 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """The blocks of all groups, the last ones of each first."""
+        """The blocks of all groups, last ones first."""
         return [block for table in self.block_tables for block in reversed(table) if block != RELEASED]
 
     def drop_blocks(self) -> list[int]:
@@ -213,7 +215,7 @@ class Sequence:
         return dropped
 
     def forget_progress(self) -> None:
-        """Everything is to be computed again. Requires that it holds no blocks."""
+        """Reset, so that everything is recomputed. Requires that it holds no blocks."""
         self.num_computed = 0
         self.num_scheduled = 0
         self.prompt_logprobs = []
@@ -233,8 +235,8 @@ class Sequence:
         return left
 
     def take_back(self, num_rejected: int) -> None:
-        """Take back what is computed of rejected drafts, and of accepted ones after the end of the text. Their slots
-        are written again."""
+        """Uncount the computed tokens of rejected drafts, and of accepted ones after the end of the text. Their slots
+        will be overwritten."""
         self.num_computed = min(self.num_computed - num_rejected, len(self.token_ids))
         self.num_scheduled = self.num_computed
         self.has_drafts_in_flight = False
@@ -256,7 +258,7 @@ class Sequence:
         return hashes[:count]
 
     def describe(self) -> NewRequestData:
-        """What workers must know of the request at its admission. They then have all token ids so far."""
+        """Describe the request to the workers on its admission, with all token ids so far."""
         assert self.req_index is not None
         self.num_sent_ids = len(self.token_ids)
         return NewRequestData(
@@ -295,14 +297,14 @@ class Sequence:
         )
 
     def _take_unsent_blocks(self) -> tuple[list[int], ...]:
-        """Per group, the block table entries that the workers do not have. A released one is never read: any block will
-        do."""
+        """Per group, the block table entries that the workers lack. Released ones are never read, so any block number
+        will do."""
         new_blocks = tuple([max(block, 0) for block in blocks] for blocks in self.unsent_blocks)
         self.unsent_blocks = ()
         return new_blocks
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Why the request ends with the token ids so far; None if it goes on."""
+        """Why the request ends with the token ids so far; None if it continues."""
         sampling = self.sampling
         num_ids = len(self.token_ids)
         num_output = num_ids - self.num_prompt

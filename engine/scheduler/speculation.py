@@ -1,9 +1,9 @@
 """Speculative decoding: which drafts a step verifies for each sequence.
 
 A draft is a guess of the next output ids. The step computes it together with the newest id and samples after each of
-its tokens; it is accepted up to the first id that differs from the sampled one. So drafts change how many steps a text
-takes, and nothing else. A draft costs a row of a step: the length of a sequence's drafts follows how often its guesses
-have come true, and what a row costs, from the times of steps.
+its tokens; it is accepted up to the first id that differs from the sampled one. So drafts only change how many steps a
+text takes. Each draft id costs a row of a step, so the number of drafts for a sequence depends on its acceptance rate
+and on the cost of a row, estimated from measured step times.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Protocol
 from serve_llm.common.types import Request
 from serve_llm.engine.scheduler.sequence import Sequence
 
-FIRST_RATE = 0.5  # assumed share of guesses that are accepted
+FIRST_RATE = 0.5  # initial acceptance rate
 RATE_WEIGHT = 0.15  # weight of the latest guess
-LEAST_RATE = 0.1  # below this share, guesses are not worth a row even if rows cost nothing
+LEAST_RATE = 0.1  # below this acceptance rate, guesses are not worth a row even if rows are free
 
 
 class DraftSource(Protocol):
-    """Guesses the continuation of one text. A guess costs almost nothing."""
+    """Drafts the continuation of one text, at almost no cost."""
 
     def propose(self, token_ids: Items[int], count: int) -> list[int]:
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
@@ -33,16 +33,16 @@ class DraftSource(Protocol):
 
 
 class BatchDraftSource(Protocol):
-    """Guesses the continuations of several texts at once. A guess costs time: see `step_seconds`."""
+    """Drafts the continuations of several texts at once. This takes time: see `step_seconds`."""
 
-    step_seconds: float  # that one more guess for all texts takes; 0 until it is known
+    step_seconds: float  # time of one more guess for all texts; 0 until it is known
 
     def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
-        """For each sequence, at most that many ids that may come next."""
+        """For each sequence, return at most the given number of ids that may come next."""
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
-        """What the served model computed of the tokens from position `start` on; see `RunnerOutput`. Those behind
-        `sequence.num_computed` are of rejected drafts."""
+        """Receive the served model's hidden states of the tokens from position `start` on; see `RunnerOutput`. Those
+        beyond `sequence.num_computed` belong to rejected drafts."""
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""
@@ -52,13 +52,13 @@ class BatchDraftSource(Protocol):
 class _Drafter:
     """The guesses of one sequence."""
 
-    proposed: list[int]  # what may follow the first `num_ids` ids
+    proposed: list[int]  # guesses of the ids after the first `num_ids`
     num_ids: int  # length of the sequence when `proposed` was made
-    rate: float  # share of its guesses that have come true, of late
-    source: DraftSource | None = None  # its own, if it has one
+    rate: float  # recent acceptance rate of its guesses
+    source: DraftSource | None = None  # its own source, if it has one
 
     def judge(self, token_ids: Items[int]) -> None:
-        """Compare the last guess with the ids that came, whether or not it was a draft."""
+        """Compare the last guess with the actual ids, whether or not it was verified as a draft."""
         for guessed, came in zip(self.proposed, token_ids[self.num_ids :], strict=False):
             self.rate += RATE_WEIGHT * ((guessed == came) - self.rate)
             if guessed != came:
@@ -70,11 +70,11 @@ class _Drafter:
 
 
 class RowCost:
-    """Estimates what one more row costs in a decode step: the slope of a line through the times of the latest steps."""
+    """Estimates the cost of one more row in a decode step: the slope of a line fitted to the latest step times."""
 
-    MEMORY = 0.98  # weight of a step in comparison with the next one
+    MEMORY = 0.98  # weight of a step relative to the next one
     UNKNOWN = 0.2  # until steps of different sizes have been seen
-    MOST_SLOWER = 3.0  # times the mean that a step counts at most
+    MOST_SLOWER = 3.0  # limit on a step's time as a multiple of the mean
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -84,8 +84,8 @@ class RowCost:
         self._rows_seconds = 0.0
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Take in a step of `num_rows` tokens, all of them newest ids or drafts."""
-        if self._weight:  # another process on the machine may hold up a step: that is not what its rows cost
+        """Record a step of `num_rows` tokens, all of them newest ids or drafts."""
+        if self._weight:  # other processes on the machine may delay a step, which says nothing about the cost of rows
             seconds = min(seconds, self.MOST_SLOWER * self._seconds / self._weight)
         self._weight = self.MEMORY * self._weight + 1.0
         self._rows = self.MEMORY * self._rows + num_rows
@@ -94,7 +94,7 @@ class RowCost:
         self._rows_seconds = self.MEMORY * self._rows_seconds + num_rows * seconds
 
     def share(self, num_rows: int) -> float:
-        """A row's cost as a share of what each id costs in a step of `num_rows` without drafts, 0 to 1."""
+        """A row's cost relative to the cost of each id in a step of `num_rows` without drafts, 0 to 1."""
         slope = self._find_slope()
         if slope is None:
             return self.UNKNOWN
@@ -122,7 +122,7 @@ class RowCost:
 
 
 class Speculator(ABC):
-    """Chooses drafts for the sequences of a scheduler. Outputs do not depend on what it chooses."""
+    """Chooses drafts for the sequences of a scheduler. Its choices do not affect outputs."""
 
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: most drafts of a sequence in a step."""
@@ -133,7 +133,7 @@ class Speculator(ABC):
 
     @abstractmethod
     def update(self, sequence: Sequence) -> None:
-        """Take in the ids that the sequence has by now."""
+        """Process the sequence's new ids."""
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
         """See `BatchDraftSource`. Only called for sources that read them."""
@@ -141,8 +141,8 @@ class Speculator(ABC):
 
     @abstractmethod
     def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
-        """Guess before a step is scheduled. ready: sequences that it may compute, and how many drafts each may have.
-        num_running: sequences that share the steps."""
+        """Make guesses before a step is scheduled. ready: sequences that the step may compute, with the maximum number
+        of drafts of each. num_running: sequences that share the steps."""
 
     def forget(self, sequence: Sequence) -> None:
         """The request has ended."""
@@ -150,10 +150,10 @@ class Speculator(ABC):
 
     @abstractmethod
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether there are, or will be, drafts for the ids after those of the sequence that are worth their rows."""
+        """Whether there are, or will be, drafts for the sequence's next ids that are worth their rows."""
 
     def choose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
-        """Up to `most` drafts to verify: each is worth its row if it comes true often enough."""
+        """Choose up to `most` drafts to verify: those accepted often enough to be worth their rows."""
         drafter = self._find_drafter(sequence)
         if drafter is None or drafter.num_ids != len(sequence.token_ids):
             return []
@@ -163,7 +163,7 @@ class Speculator(ABC):
         return None if sequence.req_index in self.paused_indices else self._drafters.get(sequence.request.id)
 
     def _judge(self, sequence: Sequence, first_rate: float) -> _Drafter | None:
-        """The sequence's drafter, after its guess was compared with the ids that came; None if it must have none."""
+        """Return the sequence's drafter after comparing its guess with the actual ids; None if it must not have one."""
         if not sequence.num_output:
             return None
         drafter = self._drafters.get(sequence.request.id)
@@ -173,7 +173,7 @@ class Speculator(ABC):
         return drafter
 
     def _count_worthwhile(self, drafter: _Drafter, most: int, num_running: int) -> int:
-        """Drafts, up to `most`, each of which comes true often enough to pay for its row."""
+        """Return up to `most` drafts, each of which is accepted often enough to pay for its row."""
         least_rate = max(LEAST_RATE, self._find_cost(num_running))
         count = 0
         rate = drafter.rate
@@ -188,7 +188,7 @@ class Speculator(ABC):
 
 
 class TextSpeculator(Speculator):
-    """Always guesses, from the texts themselves, because that costs almost nothing."""
+    """Always drafts, from the texts themselves, because that costs almost nothing."""
 
     def __init__(self, num_tokens: int, build_source: Callable[[Request], DraftSource]) -> None:
         """build_source: makes the source of one sequence."""
@@ -204,7 +204,7 @@ class TextSpeculator(Speculator):
         drafter.set_guess(drafter.source.propose(sequence.token_ids, self.num_tokens), len(sequence.token_ids))
 
     def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
-        """The guesses were made when the ids came."""
+        """Guesses are made when ids arrive."""
 
     def forget(self, sequence: Sequence) -> None:
         drafter = self._drafters.get(sequence.request.id)
@@ -217,15 +217,15 @@ class TextSpeculator(Speculator):
 
 
 class ModelSpeculator(Speculator):
-    """Guesses with another model, if that pays: a guess costs a step of that model in addition to the row."""
+    """Drafts with another model, if that pays: a guess costs a step of that model in addition to the row."""
 
-    RATE_MEMORY = 0.98  # weight of the rate so far, of all sequences, beside that of one judgement
-    TRIAL_IDS = 32  # make a guess after this many ids without one, so that a rate can rise again
+    RATE_MEMORY = 0.98  # weight of the rate so far, over all sequences, against one new comparison
+    TRIAL_IDS = 32  # make a guess after this many ids without one, so that a low rate can recover
 
     def __init__(self, num_tokens: int, source: BatchDraftSource) -> None:
         super().__init__(num_tokens)
         self._source = source
-        self._mean_rate = FIRST_RATE  # the mean of all sequences, which is the initial rate of a new one
+        self._mean_rate = FIRST_RATE  # mean over all sequences, the initial rate of a new one
 
     def update(self, sequence: Sequence) -> None:
         drafter = self._judge(sequence, self._mean_rate)

@@ -6,7 +6,7 @@ sequence that begins with the chunk, and its block table is a part of the whole 
     chunks of 32 positions, a sequence computes positions 60 .. 66     queries 60 .. 63    queries 64 .. 66
                                                             context    32 .. 63            64 .. 66
 
-The kernels need not know of chunks, and compute exactly this attention.
+This lets kernels without support for chunks compute exactly this attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ChunkedSequences(NamedTuple):
 
 
 def count_crossings(query_starts: Ints, context_lens: Ints, chunk_size: int) -> int:
-    """How often a sequence's queries go on in the next chunk."""
+    """Count how often a sequence's queries continue in the next chunk."""
     firsts = context_lens - np.diff(query_starts)
     return int(((context_lens - 1) // chunk_size - firsts // chunk_size).sum())
 

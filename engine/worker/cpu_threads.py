@@ -1,4 +1,4 @@
-"""How many threads a rank uses on a CPU: its share of the cores that the process may use. Torch-free."""
+"""Chooses the number of threads of a rank on a CPU: its share of the cores that the process may use. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Threads:
 
 def choose_threads(asked: int | None, omp: int | None, cores: int, local_ranks: int) -> Threads:
     """asked: --cpu-threads. omp: the value of OMP_NUM_THREADS, None if not set. The default is the rank's share of the
-    cores, since more threads than cores would wait for each other."""
+    cores, because more threads than cores would wait for each other."""
     if asked is not None:
         return Threads(asked, "--cpu-threads", cores, local_ranks)
     if omp is not None:
@@ -38,14 +38,14 @@ def choose_threads(asked: int | None, omp: int | None, cores: int, local_ranks: 
 
 
 def announce(by_rank: Sequence[Threads]) -> None:
-    """Log the threads, one line if all ranks have the same, and warn if there are more threads than cores."""
+    """Log the threads, in one line if they are the same on all ranks, and warn if there are more threads than cores."""
     for threads in dict.fromkeys(by_rank):
         ranks = [str(rank) for rank, other in enumerate(by_rank) if other == threads]
         subject = "Computing" if len(ranks) == len(by_rank) else f"Rank {', '.join(ranks)}: computing"
         logger.info("%s with %s", subject, threads.text)
         if threads.count > max(1, threads.cores // threads.local_ranks):
             logger.warning(
-                "%s: more than the %d cores that may be used, so that threads wait for each other",
+                "%s: more than the %d usable cores, so threads wait for each other",
                 threads.text,
                 threads.cores,
             )

@@ -1,8 +1,8 @@
-"""Moves experts between the ranks of an expert-parallel group while they serve, so that none has many more rows to
-compute than the others (EPLB, an expert-parallelism load balancer; DeepSeek-V3, arXiv:2412.19437, section 3.4).
+"""Moves experts between the ranks of an expert-parallel group at run time, so that all compute about as many rows
+(EPLB, expert-parallelism load balancer; DeepSeek-V3, arXiv:2412.19437, section 3.4).
 
-All ranks of a group make the same steps and know how many rows each expert had, so each computes the same placement
-without asking. After every `step_interval` steps one layer is placed before each step, until all have been.
+All ranks of a group run the same steps and know how many rows each expert had, so each computes the same placement
+without communication. After every `step_interval` steps, one layer is rebalanced before each step until all are done.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Moves = list[list[list[tuple[int, int]]]]  # by sender and receiver: the slots t
 
 
 class ExpertBalancer:
-    """For the layers of one rank. Counts rows from its construction on."""
+    """Balances the layers of one rank. Counts rows from its construction on."""
 
     def __init__(self, dispatches: Sequence[ExpertDispatch], config: EPLBConfig, device: torch.device) -> None:
-        """device: of the weights. All ranks of the group build it at the same time. Raises OptionError if experts
-        cannot take each other's place."""
+        """device: of the weights. All ranks of the group build it at the same time. Raises OptionError if experts are
+        not interchangeable."""
         self._step_interval = config.step_interval
         self._step = 0
-        variant = library.find_variant() if device.type == "cpu" else None  # decides the order of packed weights
+        variant = library.find_variant() if device.type == "cpu" else None  # determines the order of packed weights
         self._layers = [_MovableExperts(dispatch, variant, device) for dispatch in dispatches]
-        self._waiting: deque[_MovableExperts] = deque()  # to be placed, one before each step
+        self._waiting: deque[_MovableExperts] = deque()  # to be rebalanced, one before each step
 
     def begin_step(self) -> None:
         """Call before each step, including steps without tokens."""
@@ -57,7 +57,7 @@ class _Layout(NamedTuple):
 
 
 NO_EXPERTS = _Layout(0, 0)
-NOT_MOVABLE = _Layout(-1, 0)  # the rank's own experts cannot take each other's place
+NOT_MOVABLE = _Layout(-1, 0)  # the rank's own experts are not interchangeable
 
 
 class _MovableExperts:
@@ -71,7 +71,7 @@ class _MovableExperts:
         is_compiled = all(held.is_compiled for held in experts)
         own = {_find_layout(held, variant) for held in experts} or {NO_EXPERTS}
         layout = own.pop() if is_compiled and len(own) == 1 else NOT_MOVABLE
-        # Exchange first: if one rank raised before, the others would wait for it.
+        # Exchange before raising: otherwise the other ranks would wait for the one that raised.
         gathered = dispatch.group.all_gather(torch.tensor(layout).to(device))
         layouts = {_Layout(*numbers.tolist()) for numbers in gathered} - {NO_EXPERTS}
         if not is_compiled:
@@ -86,7 +86,7 @@ class _MovableExperts:
         dispatch.num_rows = torch.zeros(len(dispatch.span), dtype=torch.int64)
 
     def rebalance(self) -> None:
-        """Place the experts by their rows since the last call."""
+        """Place the experts according to their rows since the last call."""
         dispatch = self._dispatch
         assert dispatch.num_rows is not None
         rows = dispatch.num_rows.tolist()
@@ -123,7 +123,7 @@ class _MovableExperts:
 
 
 def _plan_moves(before: Placement, after: Placement) -> Moves:
-    """What to send. Copies are taken from their holders in turn."""
+    """Plan what to send. Copies come from their holders in turn."""
     moves: Moves = [[[] for _ in before] for _ in before]
     for receiver, (old, new) in enumerate(zip(before, after, strict=True)):
         for slot, expert in enumerate(new):
@@ -135,7 +135,7 @@ def _plan_moves(before: Placement, after: Placement) -> Moves:
 
 
 def _find_layout(held: HeldExpert, variant: str | None) -> _Layout:
-    """Equal for experts whose weights can take each other's place."""
+    """A signature that is equal for experts with interchangeable weights."""
     described = f"{variant} {held.form} {[(list(tensor.shape), str(tensor.dtype)) for tensor in held.tensors]}"
     form = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
     return _Layout(sum(tensor.nbytes for tensor in held.tensors), form)

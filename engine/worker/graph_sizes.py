@@ -1,4 +1,4 @@
-"""The sizes of steps that are captured as CUDA graphs. Without torch, because the engine loop plans with them."""
+"""The sizes of steps that are captured as CUDA graphs. Torch-free, because the engine loop plans with them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def ladder(largest: int) -> list[int]:
 
 
 def mixed_sequences(largest: int) -> list[int]:
-    """Numbers of sequences of steps with prompts, ascending up to `largest`: each costs a graph for each of
-    MIXED_TOKENS, and programs that find no work cost little."""
+    """Numbers of sequences of steps with prompts, ascending up to `largest`. There are few of them, because each needs
+    a graph for each of MIXED_TOKENS, while surplus programs cost little."""
     return sorted({min(16 * 4**power, largest) for power in range(8)})

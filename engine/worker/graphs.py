@@ -7,10 +7,10 @@ prompts, alone or with decodes, of up to MIXED_TOKENS tokens uses a graph for it
 extra sequence, without context, has the padding tokens.
 
 A graph reads its inputs from buffers that are filled before each replay. The first step of a size runs eagerly, the
-second one is captured. So only sizes that occur are captured, and the start does not wait for them.
+second one is captured, so only sizes that occur are captured, and start-up does not wait for them.
 
-With pipeline stages each stage has graphs of its own. It receives hidden states into a buffer before a replay, and
-sends those of the real tokens after it, so neither is captured.
+Each pipeline stage has its own graphs. It receives hidden states into a buffer before a replay, and sends those of the
+real tokens afterwards, so neither is captured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
 class Size(NamedTuple):
-    """What a graph computes."""
+    """The kind of step that a graph computes."""
 
     tokens: int
     sequences: int  # without the sequence of padding tokens
@@ -49,14 +49,14 @@ class Size(NamedTuple):
 
 class Captured(NamedTuple):
     replay: Callable[[], None]
-    output: Tensor  # each replay leaves its result here
+    output: Tensor  # each replay writes its result here
 
 
 Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
 class StepGraphs:
-    """Computes the logits of steps, by a captured graph where there is one."""
+    """Computes the logits of steps, with a captured graph if there is one."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class StepGraphs:
         self._buffers: dict[Size, _Buffers] = {}
         self._graphs: dict[Size, Captured] = {}
         self._num_rows: dict[Size, int] = {}  # rows in the result
-        self._output: Tensor | None = None  # shared by all sizes: logits of many rows are large
+        self._output: Tensor | None = None  # shared by all sizes, because logits of many rows are large
 
     @property
     def num_sizes(self) -> int:
-        """The most graphs that may be captured."""
+        """The maximum number of graphs."""
         return len(self.decode_sizes) + len(MIXED_TOKENS) * len(self.mixed_sequences)
 
     def logits(self, step: BatchArrays, received: Tensor | None = None) -> Tensor:
@@ -201,7 +201,7 @@ class PackedShape(NamedTuple):
 
 
 def compute_now(compute: Callable[[], Tensor]) -> Captured:
-    """A `Capture` that captures nothing."""
+    """A `Capture` that does not capture but runs eagerly."""
     return Captured(lambda: None, compute())
 
 
@@ -228,7 +228,7 @@ class _Buffers:
         num_rows = num_sequences if is_mixed and is_last else 0
         if is_mixed:
             num_sequences += 1
-            # Bounds: some sequences have one token and some have several.
+            # Upper bounds: some sequences have one token and some have several.
             starts = [0, 1, *[num_tokens] * (num_sequences - 1)]
         else:
             starts = list(range(num_sequences + 1))
@@ -291,7 +291,7 @@ class _Buffers:
 
 
 class CudaCapture:
-    """A `Capture` by CUDA graphs. All draw from one memory pool, since no two run at a time."""
+    """A `Capture` by CUDA graphs. They share a memory pool, because no two run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -306,7 +306,7 @@ class CudaCapture:
             try:
                 output = compute()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # says that the capture failed, but not why
+                with contextlib.suppress(RuntimeError):  # reports that the capture failed, but not why
                     graph.capture_end()
                 raise
             graph.capture_end()

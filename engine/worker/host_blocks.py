@@ -1,4 +1,4 @@
-"""Slots of host memory for blocks that lose their place on the device, and the copies between the two.
+"""Slots of host memory for blocks evicted from the device, and the copies between the two.
 
 The slots are in shared memory, so that the engine's process can write them to disk and fill them from there.
 """
@@ -17,7 +17,7 @@ from serve_llm.engine.scheduler.output import BlockCopy
 from serve_llm.engine.worker.kv_cache import SLOTS_OFFSET, CacheLayout, HostMemory
 from serve_llm.kernels.huge_pages import use_huge_pages
 
-NUM_TRIALS = 5  # copies of a block, of which the fastest counts
+NUM_TRIALS = 5  # trial copies of a block, of which the fastest counts
 
 
 class HostBlocks:
@@ -41,10 +41,10 @@ class HostBlocks:
         self.description = HostMemory(self._memory.handle, num_slots, size, self._measure())
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Make copies, in this order. On a GPU they are started, and what is launched from now on waits for them.
+        """Make copies in this order. On a GPU, they are only started, and later launches wait for them.
 
-        There they run beside the steps under way, which use none of these blocks: a block is given away and filled only
-        when the steps that used it have results, and these depend on every layer's keys and values of every rank.
+        They overlap with the steps in flight, which use none of these blocks: a block is reused and filled only after
+        the steps that used it have results, which depend on the keys and values of all layers and ranks.
         """
         if self._stream is None:
             self._copy_on_host(copies)
@@ -59,7 +59,8 @@ class HostBlocks:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _copy_on_host(self, copies: Iterable[BlockCopy]) -> None:
-        """In this thread: torch would wake all of its threads for each block, which takes longer than the copy."""
+        """Copies in this thread, because torch would wake all of its threads for each block, which takes longer than
+        the copy."""
         blocks, slots = self._arrays
         for copy in copies:
             if copy.to_device:
@@ -68,7 +69,7 @@ class HostBlocks:
                 slots[copy.slot] = blocks[copy.block]
 
     def _measure(self) -> float:
-        """Seconds that a copy to the device takes. Overwrites a block, which nothing uses yet."""
+        """Measure the seconds of a copy to the device. Overwrites a block, which must be unused."""
         self._slots[0].fill_(0)
         seconds = []
         for _ in range(NUM_TRIALS):
@@ -81,7 +82,7 @@ class HostBlocks:
 
 
 def _pin(slots: Tensor) -> None:
-    """Lock the memory, so that copies need not be waited for. Raises CapacityError."""
+    """Lock (pin) the memory, so that copies are asynchronous. Raises CapacityError."""
     error = int(torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.nbytes, 0))  # type: ignore[no-untyped-call]
     if error:
         raise CapacityError(

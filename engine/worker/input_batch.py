@@ -30,12 +30,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RequestState:
-    """What a worker knows of a live request besides its ids and block tables."""
+    """A worker's data about a live request, besides its ids and block tables."""
 
     sampling: Sampling
     num_prompt: int
     prompt_ids: Ints
-    later_ids: Ints  # the known ids after the prompt, and room for those to come; a view
+    later_ids: Ints  # the known ids after the prompt, and space for later ones; a view
     prompt_logprobs: int | None
     pooling: bool
     second_text_start: int | None
@@ -46,7 +46,7 @@ class RequestState:
 class BatchArrays:
     """One step's inputs on the host; see `StepInputs`. Copies, which later calls of `apply` do not change."""
 
-    ids: Ints  # (tokens,); LAST_SAMPLED for a token that only the device knows yet
+    ids: Ints  # (tokens,); LAST_SAMPLED for a token that is only on the device so far
     req_indices: Ints  # (tokens,)
     positions: Ints  # (tokens,)
     query_starts: Ints  # (requests + 1,)
@@ -63,7 +63,7 @@ class BatchArrays:
         return slots
 
     def split(self) -> BatchArrays:
-        """The same tokens, each as a sequence of its own that ends there, so that the step is one of single tokens."""
+        """Split into one sequence per token, which ends there, so that every sequence has a single new token."""
         counts = np.diff(self.query_starts)
         num_tokens = len(self.ids)
         num_later = np.repeat(self.query_starts[1:], counts) - np.arange(num_tokens) - 1  # in the token's sequence
@@ -85,7 +85,7 @@ class BatchArrays:
 
     @property
     def crosses_chunks(self) -> bool:
-        """Whether a sequence has queries in several chunks of a group."""
+        """Whether any sequence has queries in several chunks of a group."""
         return any(
             layout.chunk_size is not None
             and count_crossings(self.query_starts, self.context_lens, layout.chunk_size) > 0
@@ -143,7 +143,7 @@ class InputBatch:
         return request
 
     def token_ids(self, req_index: int, end: int) -> np.ndarray:
-        """The first `end` ids of a request, prompt and output, int64; a view. Ids not known yet are undefined."""
+        """The first `end` ids of a request, prompt and output, int64; a view. Unknown ids are undefined."""
         ids: np.ndarray = self._token_ids[req_index, :end]
         return ids
 
@@ -177,7 +177,7 @@ class InputBatch:
         self._append_ids([chunk for chunk in scheduler_output.scheduled if chunk.new_token_ids])
         for chunk in scheduler_output.scheduled:
             index = chunk.req_index
-            if chunk.draft_ids:  # overwritten by the ids that the request gets there
+            if chunk.draft_ids:  # overwritten by later ids of the request
                 start = self._num_ids[index]
                 self._token_ids[index, start : start + len(chunk.draft_ids)] = chunk.draft_ids
             if chunk.new_blocks:
@@ -188,7 +188,7 @@ class InputBatch:
                     num_blocks[index] = end
 
     def forget_ids(self, req_index: int, num_ids: int) -> None:
-        """Forget all ids of a request but the first `num_ids`: other ids come in their place."""
+        """Drop all ids of a request after the first `num_ids`, which other ids will replace."""
         self._num_ids[req_index] = num_ids
 
     def _append_ids(self, scheduled: Sequence[ScheduledTokens]) -> None:
@@ -204,7 +204,7 @@ class InputBatch:
         self._num_ids[indices] += counts
 
     def wants_prompt_logprobs(self, chunk: ScheduledTokens) -> bool:
-        """Whether the chunk computes prompt tokens whose log-probabilities are wanted."""
+        """Whether the chunk computes prompt tokens whose log-probabilities are requested."""
         index = chunk.req_index
         return index in self._with_prompt_logprobs and chunk.start < self[index].num_prompt
 

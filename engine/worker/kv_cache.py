@@ -5,8 +5,8 @@ bytes per token, and a power of two times as many of a group with fewer, chosen 
 the fewest bytes. Ranks agree on the tokens per block and on the number of blocks; the bytes of a block differ with the
 KV heads and layers of a rank.
 
-Where sequences have states as well, each running one has a slot for them. The number of slots follows from that of
-blocks, so ranks agree on it too: as many as `--max-num-seqs` unless they would take more memory than the blocks.
+If sequences also have states, each running one has a slot for them. The number of slots is derived from that of blocks,
+so ranks agree on it too: `--max-num-seqs`, unless they would take more memory than the blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from serve_llm.engine.scheduler.sequence import GroupLayout, most_blocks
 
 logger = logging.getLogger(__name__)
 
-CPU_SHARE = 0.4  # largest share of the free memory, without --kv-cache-memory
+CPU_SHARE = 0.4  # largest fraction of the free memory without --kv-cache-memory
 CPU_CONCURRENCY = 16  # requests of full length that fit into the default CPU cache, memory permitting
-RANK_BYTES = 128 << 20  # taken by Python and torch in each worker process
+RANK_BYTES = 128 << 20  # used by Python and torch in each worker process
 CPU_SMALLEST = 256 << 20  # bytes; smallest default cache on a CPU
 SLOTS_OFFSET = 4096  # bytes before the slots in shared memory
 
@@ -39,14 +39,14 @@ SLOTS_OFFSET = 4096  # bytes before the slots in shared memory
 class CacheLayout:
     """The KV cache of one rank: `num_blocks` blocks of `block_bytes`, and how each group uses a block.
 
-    Of several ranks' layouts the one with the largest `block_bytes` limits them all."""
+    Among several ranks' layouts, the one with the largest `block_bytes` limits all."""
 
     groups: tuple[GroupLayout, ...]
     block_bytes: int
     num_blocks: int
-    num_slots: int = 0  # places in host memory for blocks that lose theirs
+    num_slots: int = 0  # slots in host memory for evicted blocks
     state_bytes: int = 0  # a sequence's states on this rank
-    max_states: int = 0  # most sequences that have states at a time; 0: the model has none
+    max_states: int = 0  # maximum number of sequences with states; 0: the model has none
     blocks_per_state: int = 1  # the cache has at least this many blocks for each sequence with states
 
     @property
@@ -59,11 +59,11 @@ class CacheLayout:
         return self.num_blocks * self.block_bytes + self.num_states * self.state_bytes
 
     def count_sequences(self, max_num_seqs: int) -> int:
-        """Most sequences that run at a time. max_num_seqs: the option's."""
+        """Maximum number of running sequences. max_num_seqs: value of the option."""
         return min(max_num_seqs, self.num_states) if self.max_states else max_num_seqs
 
     def fill(self, num_bytes: int) -> CacheLayout:
-        """The layout with as many blocks as fit into `num_bytes`, beside the states that go with them."""
+        """The layout with as many blocks as fit into `num_bytes` together with their states."""
         share = self.blocks_per_state * self.block_bytes + self.state_bytes
         num_states = min(self.max_states, max(1, num_bytes // share))
         num_blocks = max(0, num_bytes - num_states * self.state_bytes) // self.block_bytes
@@ -72,13 +72,13 @@ class CacheLayout:
         return replace(self, num_blocks=num_blocks)
 
     def blocks_per_request(self, num_tokens: int, max_chunk: int) -> int:
-        """Most blocks that one request of `num_tokens` holds at a time."""
+        """Maximum number of blocks that one request of `num_tokens` holds at a time."""
         return sum(most_blocks(group, num_tokens, max_chunk) for group in self.groups)
 
 
 @dataclass(frozen=True)
 class StateSizes:
-    """The states of sequences beside their KV."""
+    """The states of sequences, besides their KV."""
 
     of_model: int  # bytes of a sequence's states in all layers
     of_rank: int  # bytes of those in the rank's layers
@@ -99,7 +99,7 @@ class HostMemory(msgspec.Struct, frozen=True):
     handle: ShmHandle
     num_slots: int
     block_bytes: int  # in each slot
-    copy_seconds: float  # that copying a block to the device takes
+    copy_seconds: float  # time to copy a block to the device
 
 
 def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
@@ -126,7 +126,7 @@ def plan_cache(
     bytes of a block; a rank without any KV has blocks of one element.
     max_model_len, max_chunk: tokens of the request whose bytes are minimised, and most of its tokens in one step.
     states: of sequences; None: they have none.
-    Without groups (encoders) there is one block, which nothing uses. Raises OptionError if chunks are not whole blocks.
+    Without groups (encoders) there is one unused block. Raises OptionError if chunks are not whole blocks.
     """
     if not model_groups:
         return CacheLayout((), row.element_bytes, 1)
@@ -233,8 +233,8 @@ def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, devi
 
 
 def check_offload(layouts: Sequence[CacheLayout], num_bytes: int | None) -> None:
-    """Log what fits into --kv-offload-memory, `num_bytes` of each rank; None: not given. Raise CapacityError if no
-    block does."""
+    """Log how much fits into --kv-offload-memory. num_bytes: of each rank; None: not given. Raise CapacityError if not
+    even one block fits."""
     if num_bytes is None:
         return
     num_slots = layouts[0].num_slots
@@ -244,7 +244,7 @@ def check_offload(layouts: Sequence[CacheLayout], num_bytes: int | None) -> None
             f"--kv-offload-memory: a block of the KV cache takes {block_bytes:,} bytes, so {num_bytes:,} hold none"
         )
     logger.info(
-        "Host memory for blocks that lose their place in the KV cache: %s blocks, %s per rank",
+        "Host memory for blocks evicted from the KV cache: %s blocks, %s per rank",
         f"{num_slots:,}",
         size_text(num_slots * block_bytes),
     )
@@ -259,7 +259,7 @@ def states_lines(layout: CacheLayout) -> list[str]:
 
 
 def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:
-    """The capacity in vLLM's words."""
+    """Describe the capacity in vLLM's words."""
     return (
         f"{'CPU' if device == 'cpu' else 'GPU'} KV cache size: {tokens:,} tokens",
         f"Maximum concurrency for {max_model_len:,} tokens per request: {concurrency:.2f}x",
@@ -284,7 +284,8 @@ def find_concurrency(layout: CacheLayout, blocks_per_request: int) -> float:
 
 
 def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int:
-    """Tokens that fit, in requests of full length (with sliding windows a token may need less); 0 without KV."""
+    """Number of tokens that fit, in requests of full length (with sliding windows, a token may need less); 0 without
+    KV."""
     if not layout.groups:
         return 0
     tokens = layout.num_blocks * max_model_len // layout.blocks_per_request(max_model_len, max_chunk)
@@ -292,7 +293,8 @@ def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int
 
 
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: the host's available memory, or what its cgroup leaves if that is less.
+    """Bytes that this process may still allocate: the host's available memory, or what its cgroup leaves if that is
+    less.
 
     The cgroup counts files that were read, such as a checkpoint, as used; the kernel drops them when memory is needed.
     """

@@ -1,4 +1,4 @@
-"""Memory of one worker: allocate the KV cache, count what the weights hold, measure what a GPU has left."""
+"""Memory of one worker: allocate the KV cache, count the bytes of weights, and measure a GPU's free memory."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def allocate_cache(
     """One strided view (blocks, parts, kv_heads, block_size, head_dim) per layer, in layer order, into one flat buffer;
     for a layer with states a tensor of its own, (sequences, numbers) float32.
 
-    Parts are keys and values, or latent rows that are both. In an int8 cache the last dimension includes the scales.
-    On a CPU, a large buffer is not filled: what is never written is never read, and takes no memory; it lies in huge
-    pages. A small one is touched at once, so that resident memory does not grow later. On a GPU it is filled with
-    zeros: FlashAttention may read rows that no query sees and give them the weight 0, and 0 * NaN is NaN.
-    states: layer -> float32 numbers of a sequence's state.
+    Parts are keys and values, or latent rows that are both. In an int8 cache the last dimension includes the scales. On
+    a CPU, a large buffer in huge pages is not filled: parts that are never written are never read and take no memory. A
+    small one is touched immediately, so that resident memory does not grow later. On a GPU it is filled with zeros:
+    FlashAttention may read rows that no query sees and give them the weight 0, and 0 * NaN is NaN. states: layer ->
+    float32 numbers of a sequence's state.
     """
     block_elements = layout.block_bytes // dtype.itemsize
     buffer = torch.empty(layout.num_blocks * block_elements, dtype=dtype, device=device)
@@ -92,7 +92,7 @@ def allocate_cache(
 def count_held_bytes(model: object, without: Iterable[object] = ()) -> int:
     """Count the bytes of the tensors that `find_tensors` finds.
 
-    Of storage that is larger than its tensors, such as a mapped checkpoint, only what the tensors use is counted."""
+    If storage is larger than its tensors, such as a mapped checkpoint, only the tensors' bytes count."""
     sizes: dict[tuple[int, int], int] = {}  # by storage and offset: tensors may share memory
     for tensor in find_tensors(model, without):
         if tensor.is_mkldnn:
@@ -106,10 +106,10 @@ def count_held_bytes(model: object, without: Iterable[object] = ()) -> int:
 def find_free_gpu_memory(config: Config, runner: Runner, layout: CacheLayout, device: torch.device) -> int:
     """Bytes for the KV cache, found by running the largest steps.
 
-    That is this rank's share of the card, less what other processes and the weights hold, less what these steps and
-    the graphs of decode steps take. runner, layout: with a small cache, which does not count as used.
+    That is this rank's share of the GPU minus the memory of other processes, of the weights, of these steps and of the
+    graphs of decode steps. runner, layout: with a small cache, which does not count as used.
     """
-    gc.collect()  # what loading left behind
+    gc.collect()  # freed, but still cached after loading
     before = torch.cuda.memory_allocated(device)
     peaks = []
     for step in build_largest_steps(config, runner, layout):
@@ -137,8 +137,8 @@ def build_largest_steps(config: Config, runner: Runner, layout: CacheLayout) -> 
 
 
 def _measure_graphs(runner: Runner, graphs: StepGraphs, layout: CacheLayout, device: torch.device) -> int:
-    """Bytes that the driver takes for a graph of each size, outside torch's memory. Captures the two largest decode
-    steps: the first one may also make the driver allocate what all share."""
+    """Bytes that the driver allocates per graph size, outside torch's memory. Captures the two largest decode steps,
+    because the first one may include allocations that all graphs share."""
     taken = []
     for size in graphs.decode_sizes[:-3:-1]:
         before = _count_unreserved_bytes(device)
@@ -148,7 +148,7 @@ def _measure_graphs(runner: Runner, graphs: StepGraphs, layout: CacheLayout, dev
 
 
 def _count_unreserved_bytes(device: torch.device) -> int:
-    """Bytes of the card in use outside this process's torch."""
+    """Bytes of the GPU's memory in use outside this process's torch."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 

@@ -21,7 +21,8 @@ _TORCH_ADVICE = re.compile(" Including non-PyTorch memory| Search for `cuda| CUD
 
 @contextlib.contextmanager
 def raise_as(kind: type[ServeError], when: str) -> Iterator[None]:
-    """Raise `kind`, CapacityError or EngineError, if memory runs out inside. when: for the message, "in a step"."""
+    """Raise `kind`, CapacityError or EngineError, if memory runs out inside. when: for the message, such as "in a
+    step"."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -38,6 +39,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> str:
-    """What could not be allocated, without the statistics and the advice that torch adds."""
+    """Torch's message without its statistics and advice."""
     text = " ".join(str(error).split()) or type(error).__name__
     return _TORCH_ADVICE.split(text, maxsplit=1)[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""A step that has started, and what is added to its results once they are there."""
+"""A step that has started, and additions to its results once they arrive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_FINITE_VECTOR = "the vector that the model computed is not finite"
 class PendingStep(NamedTuple):
     """A step that has started."""
 
-    is_ready: Callable[[], bool]  # whether `finish` would return at once
+    is_ready: Callable[[], bool]  # whether `finish` would return immediately
     finish: Callable[[], list[RunnerOutput]]  # one per ScheduledTokens, in order; empty on ranks that do not sample
 
 

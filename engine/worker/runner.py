@@ -1,7 +1,7 @@
 """Steps of one rank: from a SchedulerOutput to sampled tokens.
 
-On a GPU a step is started and not waited for: its ids stay on the device for the next step, which starts before they
-reach the host.
+On a GPU, steps run asynchronously: the sampled ids stay on the device for the next step, which starts before they reach
+the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.sampled_tokens import add_sampled_tokens, find_sampled_rows
 from serve_llm.kernels.registry import choose_device_sampling
 
-MAX_SPLIT_TOKENS = 32  # tokens of a sequence in a decode step; more are cheaper as a prompt
+MAX_SPLIT_TOKENS = 32  # maximum tokens of a sequence in a decode step; more are cheaper as a prompt
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -56,8 +56,8 @@ class Runner:
         adapters: AdapterLoader | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """caches: the cache of each of this rank's layers, as `AttentionInputs` has it. adapters: None if requests have
-        none. capture: None for CUDA graphs."""
+        """caches: the cache of each of this rank's layers, as `AttentionInputs` has it. adapters: None without LoRA.
+        capture: None for CUDA graphs."""
         device = torch.device(config.device)
         self._decoder = decoder
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -76,7 +76,7 @@ class Runner:
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
         self._sampler = _build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
         self.graphs: StepGraphs | None = None
-        # With engines that share experts, no stage captures: the stages, some of them without experts, would disagree.
+        # If engines share experts, no stage captures, because stages without experts would disagree with the others.
         sends_states = speculation is not None and speculation.reads_hidden_states
         can_capture = decoder.capturable and not sends_states and config.expert_engines == 1
         if can_capture and not config.enforce_eager:
@@ -97,8 +97,8 @@ class Runner:
     @oom.raise_as(EngineError, "in a step")
     @torch.inference_mode()
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
-        """Start a step. On a CPU it is complete on return. A step without tokens computes only other engines' tokens,
-        in the experts that this rank holds. masks: called once if the step has masked rows, before sampling."""
+        """Start a step, which on a CPU is complete on return. A step without tokens only computes other engines' tokens
+        in this rank's experts. masks: called once before sampling, if the step has masked rows."""
         scheduled = scheduler_output.scheduled
         if scheduler_output.capture_size:
             if self.graphs is not None:
@@ -173,11 +173,11 @@ class Runner:
 
     @torch.inference_mode()
     def run_dummy(self, scheduler_output: SchedulerOutput) -> None:
-        """Run an eager step up to the gathered logits in float32, to measure the memory that it takes."""
+        """Run an eager step up to the gathered logits in float32, to measure its memory."""
         self._input_batch.apply(scheduler_output)
         arrays = self._input_batch.gather(scheduler_output.scheduled)
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
-        if self._decoder.capturable:  # the lists are upper bounds: attention takes as much memory as for any lengths
+        if self._decoder.capturable:  # the lists are upper bounds, with which attention takes the most memory
             inputs = replace(inputs, context_lens=[self._max_model_len] * len(inputs.context_lens))
         if self._has_states:  # all in the first slot, as all are in block 0
             inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))
@@ -194,7 +194,7 @@ class Runner:
 
     @torch.inference_mode()
     def capture_dummy(self, scheduler_output: SchedulerOutput) -> None:
-        """Capture the decode step of this size, to measure the memory that its graph takes."""
+        """Capture the decode step of this size, to measure the memory of its graph."""
         assert self.graphs is not None
         self._input_batch.apply(scheduler_output)
         arrays = self._input_batch.gather(scheduler_output.scheduled)
@@ -202,7 +202,7 @@ class Runner:
             self._decoder.send(self.graphs.logits(arrays, self._decoder.receive(len(arrays.ids))))
 
     def _receive_masks(self, scheduler_output: SchedulerOutput, masks: MaskSource | None) -> Mapping[int, Mask]:
-        """The masks of grammars, by the number of the sample. Waits for them."""
+        """Wait for the grammar masks. Returns them by sample number."""
         if not scheduler_output.masked_rows:
             return {}
         assert masks is not None, "masked rows without masks"
@@ -217,21 +217,21 @@ class Runner:
         return self._decoder.logits(hidden) if self._shard.is_last else hidden
 
     def _only_samples(self, chunk: ScheduledTokens) -> bool:
-        """Whether nothing is wanted of the chunk but sampled ids, if any."""
+        """Whether the chunk needs no results other than sampled ids."""
         request = self._input_batch[chunk.req_index]
         is_plain = not request.pooling and request.second_text_start is None and chunk.logprobs_start is None
         return is_plain and not self._input_batch.wants_prompt_logprobs(chunk)
 
     def _is_decode(self, chunk: ScheduledTokens) -> bool:
-        """Whether the chunk is a sequence's newest id, with a few forced ones before it or drafts after it."""
+        """Whether the chunk is a sequence's newest id, possibly with a few forced ids before it or drafts after it."""
         return chunk.sample and (chunk.count == 1 or self._is_forced(chunk))
 
     def _is_forced(self, chunk: ScheduledTokens) -> bool:
         return chunk.count <= MAX_SPLIT_TOKENS and chunk.start >= self._input_batch[chunk.req_index].num_prompt
 
     def _replay(self, graphs: StepGraphs, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> Tensor | None:
-        """The logits of the tokens after which an id is sampled, by a captured graph; on a stage before the last the
-        hidden states of all tokens. None if no graph computes such a step."""
+        """Compute, with a captured graph, the logits of the tokens after which an id is sampled or, before the last
+        stage, the hidden states of all tokens. None if there is no graph for the step."""
         num_tokens = len(arrays.ids)
         num_sequences = len(scheduled)
         if not all(map(self._only_samples, scheduled)):
@@ -253,16 +253,17 @@ class Runner:
         return None
 
     def _wants_vector(self, chunk: ScheduledTokens) -> bool:
-        """Whether the chunk ends a prompt of which a vector is wanted."""
+        """Whether the chunk ends the prompt of a pooling request."""
         request = self._input_batch[chunk.req_index]
         return request.pooling and chunk.start + chunk.count == request.num_prompt
 
     def _select_rows(self, scheduled: Sequence[ScheduledTokens], inputs: StepInputs) -> tuple[Tensor | None, list[int]]:
-        """The tokens whose hidden states are needed, at least one; None: all. And where each chunk's begin among them.
+        """Select the tokens whose hidden states are needed, at least one; None: all. Also returns where each chunk
+        begins among them.
 
         A chunk with prompt logprobs needs all its tokens, one with log-probabilities of known ids those from
-        `logprobs_start` on, one that ends a prompt of which a vector is wanted those that the pooler selects, any other
-        only those after which an id is sampled.
+        `logprobs_start` on, one that ends a pooling prompt those that the pooler selects, and any other only those
+        after which an id is sampled.
         """
         rows: list[int] = []
         starts = [0]
@@ -284,9 +285,10 @@ class Runner:
     def _compute_vectors(
         self, scheduled: Sequence[ScheduledTokens], starts: Sequence[int], hidden: Tensor
     ) -> dict[int, Tensor]:
-        """The vectors of the prompts that end in this step, by index in `scheduled`; none on ranks without output.
+        """Compute the vectors of pooling prompts that end in this step, by index in `scheduled`; none on ranks without
+        output.
 
-        starts: as from `_select_rows`."""
+        starts: from `_select_rows`."""
         pooled = [index for index, chunk in enumerate(scheduled) if self._wants_vector(chunk)]
         if not pooled or not self._shard.is_output:
             return {}
@@ -340,11 +342,11 @@ class Runner:
         masks: Mapping[int, Mask],
         results: list[RunnerOutput],
     ) -> PendingStep:
-        """Sample the next token of the requests at `sampled` in `scheduled`, and those after their drafts. masks: those
-        of grammars, by the number of the sample. logits: (tokens after which an id is sampled, shard of vocabulary)."""
+        """Sample the next tokens of the requests at `sampled` in `scheduled`, including those after drafts. masks:
+        grammar masks by sample number. logits: (tokens after which an id is sampled, shard of vocabulary)."""
         rows: list[SampleRow] = []
         req_indices = []
-        errors: dict[int, str] = {}  # rows where a grammar leaves nothing to sample
+        errors: dict[int, str] = {}  # rows where the grammar leaves nothing to sample
         for index in sampled:
             chunk = scheduled[index]
             request = self._input_batch[chunk.req_index]

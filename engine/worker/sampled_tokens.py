@@ -1,4 +1,4 @@
-"""Which tokens of a step ids are sampled after, and how these ids become a request's result."""
+"""Finds the tokens of a step after which ids are sampled, and adds the sampled ids to results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serve_llm.engine.scheduler.output import RunnerOutput, ScheduledTokens
 
 
 def find_sampled_rows(scheduled: Sequence[ScheduledTokens], ends: Sequence[int]) -> list[int]:
-    """The rows after which an id is sampled. ends: where the rows of each chunk end."""
+    """Find the rows after which an id is sampled. ends: where the rows of each chunk end."""
     return [row for chunk, end in zip(scheduled, ends, strict=True) for row in range(end - chunk.num_samples, end)]
 
 
@@ -20,15 +20,15 @@ def add_sampled_tokens(
     next_tokens: Sequence[SampledToken | None],
     error: str,
 ) -> None:
-    """Add the tokens that the request goes on with: the first, and each that follows a draft that is the one before.
+    """Add the tokens with which the request continues: the first one, and each one after a draft that was accepted.
 
-    token: sampled after the newest known token. next_tokens: after each draft. None where that fails. error: why the
-    first one fails, if it does."""
+    token: sampled after the newest known token. next_tokens: sampled after each draft. None if sampling failed. error:
+    why the first one failed, if it did."""
     if token is None:
         result.error = error
         return
     for draft_id, next_token in zip(draft_ids, next_tokens, strict=True):
-        if draft_id != token.token_id or next_token is None:  # an error is that of the step that samples there again
+        if draft_id != token.token_id or next_token is None:  # the step that samples here again reports an error
             break
         result.accepted_ids += (token.token_id,)
         if token.logprobs is not None:

@@ -1,4 +1,4 @@
-"""What a GPU does at start, so that the first requests find compiled kernels and captured steps.
+"""Warm-up of a GPU at start, so that the first requests find compiled kernels and captured steps.
 
 The steps write to block 0 of a cache that holds nothing yet, and their requests are replaced by real ones.
 """
@@ -24,7 +24,7 @@ from serve_llm.engine.worker.runner import Runner
 
 PROMPT_TOKENS = 3
 NUM_DECODES = 2
-KINDS = (  # each needs other kernels, alone or together with others
+KINDS = (  # each needs different kernels, alone and combined with others
     Sampling(max_tokens=8, temperature=0.0, seed=0),
     Sampling(max_tokens=8, temperature=1.0, seed=0),
     Sampling(max_tokens=8, temperature=0.8, top_p=0.9, seed=0),
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 def compile_kernels(runner: Runner, config: Config, layout: CacheLayout, threads: int) -> None:
     """Compile the kernels of the largest steps, of those of `warm_up` (of one sequence for a model with states) and of
-    sizes that are powers of two, in `threads` threads. Matrix products are computed meanwhile, so that their library
-    loads the kernels for these sizes. All ranks call this. runner: captures nothing, and is of no use afterwards.
-    layout: a block is enough."""
+    sizes that are powers of two, in `threads` threads. Matrix products are really computed, so that their library loads
+    the kernels for these sizes. All ranks call this. runner: captures nothing, and cannot be used afterwards. layout:
+    one block is enough."""
     from serve_llm.kernels.triton.compile_ahead import compile_ahead  # on GPUs only
 
     began = time.perf_counter()
@@ -80,8 +80,8 @@ def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
 
 
 def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Iterator[SchedulerOutput]:
-    """Prompts of every kind, launched one by one and then captured; decode steps of all of them, captured; a prompt of
-    each kind alone and two decode steps of the last one, captured: a size is captured when it occurs for the second
+    """Yield prompts of every kind, first eager and then captured; decode steps of all of them, captured; a prompt of
+    each kind alone and two decode steps of the last one, captured. A size is captured when it occurs for the second
     time."""
     num_tokens = PROMPT_TOKENS + NUM_DECODES
     blocks = tuple([0] * -(-num_tokens // group.block_size) for group in groups)

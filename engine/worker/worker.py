@@ -55,7 +55,7 @@ LoadDecoder = Callable[[Kernels], RunnableModel]
 
 
 class Worker:
-    """Loads its shard when constructed. Then `num_blocks` says how many KV blocks fit here, and `allocate` must be
+    """Loads its shard when constructed. `num_blocks` then is the number of KV blocks that fit here; `allocate` must be
     called with the number that all ranks agreed on."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Worker:
         process_groups: ProcessGroups,
         load_decoder: LoadDecoder | None = None,
     ) -> None:
-        """load_decoder: loads a model that `load_model` does not build."""
+        """load_decoder: loads a model that `load_model` does not support."""
         omp_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
         self.threads = choose_threads(config.cpu_threads, omp_threads, usable_cores(), process_groups.local_ranks)
         torch.set_num_threads(self.threads.count)
@@ -81,7 +81,7 @@ class Worker:
         self._shard = shard
         self._process_groups = process_groups
         self._adapters: AdapterLoader | None = None
-        self._adapter_bytes = 0  # that adapters may take
+        self._adapter_bytes = 0  # maximum bytes of adapters
         self._states: StateSizes | None = None
         self._state_counts: dict[int, int] = {}  # layer -> float32 numbers of a sequence's state
         with oom.raise_as(CapacityError, "while loading the weights"):
@@ -107,8 +107,8 @@ class Worker:
         self._host_blocks: HostBlocks | None = None
 
     def allocate(self, num_blocks: int, num_slots: int = 0) -> CacheLayout:
-        """Allocate the KV cache, and slots of host memory for blocks that lose their place there. num_blocks,
-        num_slots: the smallest `num_blocks` and `num_slots` of all ranks."""
+        """Allocate the KV cache, and host memory slots for blocks evicted from it. num_blocks, num_slots: the smallest
+        of all ranks."""
         self._layout = replace(self._layout, num_blocks=num_blocks, num_slots=num_slots)
         with oom.raise_as(CapacityError, "while allocating the KV cache"):
             self._runner = self._build_runner(self._layout)
@@ -123,7 +123,7 @@ class Worker:
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """Where the slots are; None if there are none, or the rank holds no KV."""
+        """The shared memory of the slots; None if there are none, or if the rank holds no KV."""
         return None if self._host_blocks is None else self._host_blocks.description
 
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
@@ -264,7 +264,7 @@ class Worker:
             num_blocks = empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
             state_bytes = empty.max_states * empty.state_bytes
             return plan(kv_cache.default_cpu_bytes(num_blocks * empty.block_bytes, local_ranks, free, state_bytes))
-        one_block = replace(empty, num_blocks=1)  # holds all tokens of the steps that are tried
+        one_block = replace(empty, num_blocks=1)  # holds all tokens of the measured steps
         self._compile_kernels(one_block)
         if config.kv_cache_memory is not None:
             return plan(config.kv_cache_memory)
@@ -276,7 +276,7 @@ class Worker:
         return plan(max(0, free - self._adapter_bytes))
 
     def _compile_kernels(self, layout: CacheLayout) -> None:
-        """Compile Triton's kernels in parallel, with a runner of its own. layout: of one block."""
+        """Compile Triton's kernels in parallel, with a separate runner. layout: of one block."""
         threads = max(1, self.threads.cores // self.threads.local_ranks)
         decoder = self._decoder
         with decoder.skip_similar_layers() if isinstance(decoder, Decoder) else contextlib.nullcontext():

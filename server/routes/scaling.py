@@ -11,7 +11,7 @@ from serve_llm.server.schema.common import parse_body
 from serve_llm.server.schema.scaling import ScaleRequest, Scaling
 
 PATH = "/scale"
-_PROBLEMS = {409: "Another change of the number of engines is under way."}
+_PROBLEMS = {409: "Another change of the number of engines is in progress."}
 
 
 def create_scaling_router(state: AppState, scaler: Scaler, drain_timeout: float) -> APIRouter:

@@ -211,7 +211,7 @@ def test_signals_of_a_follower() -> None:
         assert alone.wait(LIMIT) == 0
     with serving(*ONCE, "-pp", "2") as (master, follower):
         follower.signal(signal.SIGTERM)
-        follower.wait_until_logged("Going on until node 0 ends")
+        follower.wait_until_logged("Continuing until node 0 exits")
         assert complete(master.url)
         follower.signal(signal.SIGTERM)
         assert follower.wait(LIMIT) == 0

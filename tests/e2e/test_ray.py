@@ -111,7 +111,7 @@ def test_a_ray_of_its_own_serves_the_tokens_of_one_rank_and_leaves_nothing(tmp_p
     wait_until(lambda: not processes_with(str(folder)), "all processes have ended")
     assert not (home / ".ray").exists()
     assert re.search(r"Environment copied to ranks on other nodes: .*HF_TOKEN", log) and "hf_secret" not in log
-    for line in (r"Executor ray, because it was asked for", r"Ray places ranks 0-1 on [\d.]+, one CPU each"):
+    for line in (r"Executor ray, because it was requested", r"Ray places ranks 0-1 on [\d.]+, one CPU each"):
         assert len(re.findall(line, log)) == 1, line
 
 
@@ -140,7 +140,7 @@ def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> Non
             code, log = run("demo", *SMALL, *RAY, "-tp", "2", environ=nodes.environ)
             assert code == CapacityError.exit_code
             assert re.search(
-                r"^serve-llm: --distributed-executor-backend: ray, because it was asked for: 2 ranks need 2 CPUs, but "
+                r"^serve-llm: --distributed-executor-backend: ray, because it was requested: 2 ranks need 2 CPUs, but "
                 r"the Ray cluster has 4, of which 0 are free \([\d.]+ \(this node\) 0 of 2 free; [\d.]+ 0 of 2 free\)",
                 log.splitlines()[-1],
             )

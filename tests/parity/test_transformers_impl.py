@@ -159,8 +159,8 @@ def written(directory: Path, **config: object) -> Path:
     [
         (
             {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM cannot be served by transformers' own code: it keeps another state than keys and values, "
-            "or takes no attention by name",
+            "MambaForCausalLM cannot be served by transformers' own code: it keeps a state other than keys and values, "
+            "or accepts no attention by name",
         ),
         (
             {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
@@ -248,7 +248,7 @@ MIXES = (
         (chunked_attention, "its attention mask is neither causal nor a sliding window"),
         (convolution, MIXES),
         (ignored_positions, MIXES),
-        (shifted_positions, "it counts a sequence's positions otherwise than 0, 1, 2, ..."),
+        (shifted_positions, "it does not count a sequence's positions as 0, 1, 2, ..."),
     ],
 )
 def test_what_a_trial_refuses(make: Callable[[], PreTrainedModel], why: str) -> None:

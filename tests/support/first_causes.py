@@ -299,7 +299,7 @@ CAPACITY_FAULTS = [
     Fault(
         "a GPU where there is none",
         CAPACITY,
-        "--device: cuda was asked for, but torch finds no GPU; use --device cpu",
+        "--device: cuda was requested, but torch finds no GPU; use --device cpu",
         ("demo", "--device", "cuda"),
         environ={"CUDA_VISIBLE_DEVICES": "-1"},
     ),

@@ -1,6 +1,6 @@
 """The program of a node other than 0; `serve-llm --node-rank K` runs it instead of a server.
 
-It asks node 0 which data-parallel engines have ranks here and runs these (`session`). It ends with node 0.
+It asks node 0 which data-parallel engines have ranks here and runs those ranks (`session`). It exits with node 0.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from serve_llm.engine.distributed.multihost.session import (
 
 logger = logging.getLogger("serve_llm.engine.distributed.multihost.follower")  # also when run by -m
 
-NAME_SECONDS = 300.0  # for node 0's name to resolve, for example while its pod starts
-GRACE_SECONDS = 5.0  # beyond node 0's drain timeout: node 0 gets the signal at the same time
-LAST_SECONDS = 10.0  # for all engines to end, once one has ended in order
+NAME_SECONDS = 300.0  # time for node 0's name to resolve, for example while its pod starts
+GRACE_SECONDS = 5.0  # in addition to node 0's drain timeout, because node 0 gets the signal at the same time
+LAST_SECONDS = 10.0  # time for all engines to end after one has ended normally
 POLL_SECONDS = 0.05
 
 
 class Follower:
-    """Runs this node's ranks of all engines that have some here."""
+    """Runs this node's ranks of all engines."""
 
     def __init__(self, options: Options) -> None:
         assert options.master_addr is not None
@@ -50,7 +50,7 @@ class Follower:
         self._leave_at: float | None = None  # monotonic
 
     def run(self) -> int:
-        """Returns the exit code. Raises ServeError."""
+        """Return the exit code. Raises ServeError."""
         name, port = parsers.parse_address(self._master)
         numeric = _resolve(name)
         address = hosts.find_own_address(name, self._options.host_ip)
@@ -75,7 +75,7 @@ class Follower:
         if self._leave_at is not None or not any(session.has_ranks for session in self._sessions):
             raise Stopped
         seconds = self._options.drain_timeout + GRACE_SECONDS
-        logger.info("Going on until node 0 ends, at most %.0f s; a second signal ends this node now", seconds)
+        logger.info("Continuing until node 0 exits, at most %.0f s; a second signal ends this node now", seconds)
         self._leave_at = time.monotonic() + seconds
 
     def _find_engines(self, url: str, address: str) -> dict[int, int]:
@@ -102,7 +102,7 @@ class Follower:
             time.sleep(BEAT_SECONDS)
 
     def _wait(self) -> None:
-        """Returns when all engines have ended in order. Raises the first error of a session, Stopped after a signal."""
+        """Return when all engines have ended normally. Raises the first error of a session, Stopped after a signal."""
         while any(session.is_alive for session in self._sessions):
             for session in self._sessions:
                 if session.error is not None:
@@ -110,7 +110,7 @@ class Follower:
             if self._leave_at is not None and time.monotonic() > self._leave_at:
                 raise Stopped
             if self._leave_at is None and not all(session.is_alive for session in self._sessions):
-                self._leave_at = time.monotonic() + LAST_SECONDS  # node 0 ends; an engine that it replaces is not told
+                self._leave_at = time.monotonic() + LAST_SECONDS  # node 0 is exiting; a replaced engine gets no EndNode
             time.sleep(POLL_SECONDS)
         error = next((session.error for session in self._sessions if session.error is not None), None)
         if error is not None:
@@ -129,7 +129,7 @@ def _resolve(name: str) -> str:
                 here = f"on {socket.gethostname()} for {NAME_SECONDS:.0f} s"
                 raise OptionError(f"--master-addr {name}: {error.strerror} {here}; give an IP") from None
             if not logged:
-                logger.info("Waiting until the name %s is known here: %s", name, error.strerror)
+                logger.info("Waiting until the name %s can be resolved: %s", name, error.strerror)
             logged = True
             time.sleep(1.0)
 

@@ -1,4 +1,4 @@
-"""An engine's part on node 0 of several hosts without Ray: admits the other nodes, tells each what to run, and watches
+"""An engine's part on node 0 of several hosts without Ray: admits the other nodes, assigns ranks to each, and watches
 them."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from serve_llm.engine.distributed.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 900.0  # for all nodes to be started
-DOWNLOAD_SECONDS = 3600.0  # for a node to download the model
-END_SECONDS = 3.0  # for nodes to leave
+JOIN_SECONDS = 900.0  # time for all nodes to be started
+DOWNLOAD_SECONDS = 3600.0  # time for a node to download the model
+END_SECONDS = 3.0  # time for nodes to leave
 POLL_SECONDS = 0.05
 
 OPEN = "--cluster-secret is not set: anyone who reaches %s can take part; set it, or use a private network only"
@@ -43,7 +43,7 @@ class _FollowerNode:
     joined: messages.JoinRequest | None = None
     ranks_seen: dict[int, messages.RankStatus] = field(default_factory=dict)
     knows_serving: bool = False  # EngineServing was sent
-    gone: ServeError | None = None  # HostLost, or an error that needs no addition
+    gone: ServeError | None = None  # HostLost, or an error with a complete message
 
     def __str__(self) -> str:
         if self.joined is None:
@@ -55,7 +55,7 @@ def start_on_nodes(options: EngineOptions, engine: int = 0, *, replaces: bool = 
     """Start an engine's ranks of this node now, and those of other nodes as they join. replaces: an engine has served
     before. Raises OptionError."""
     if options.node_rank:
-        raise OptionError("--node-rank: only the command serve-llm runs other nodes than 0")
+        raise OptionError("--node-rank: nodes other than 0 are run by the command serve-llm only")
     assert options.master_addr is not None
     _, first_port = parsers.parse_address(options.master_addr)
     placement = EnginePlacement.from_options(options)
@@ -209,7 +209,9 @@ class MultiHostLeader:
     def _admit(self, peer: bytes, join: messages.JoinRequest) -> None:
         node = self._nodes.get(join.node)
         if node is None or join.engine != self._engine:
-            reason = f"node 0 was started again with other options, and node {join.node} is not in this place any more"
+            reason = (
+                f"node 0 was started again with other options, and node {join.node} no longer has ranks of this engine"
+            )
         elif node.gone is not None or (node.peer is not None and not send(self._socket, node.peer, PING)):
             return self._reject(peer, f"{node} was lost")
         elif node.peer is not None:
@@ -225,7 +227,7 @@ class MultiHostLeader:
         self._refuse(peer, join, reason)
 
     def _reject(self, peer: bytes, cause: str) -> None:
-        """Send a node that comes too late for this engine to its replacement, if there will be one."""
+        """Direct a node that is too late for this engine to its replacement, if there will be one."""
         if self._is_replaced:
             self._send(peer, messages.EngineServing())
         self._send(peer, messages.EndNode(cause))
@@ -239,11 +241,11 @@ class MultiHostLeader:
 
     @property
     def _is_replaced(self) -> bool:
-        """Whether the server starts another engine if this one ends."""
+        """Whether the server replaces this engine if it ends."""
         return self._has_served and self._options.max_restarts > 0
 
     def _announce_serving(self) -> None:
-        """Tell nodes that do not know it yet that an engine which dies is replaced."""
+        """Tell nodes that have not been told yet that an engine that dies will be replaced."""
         if not self._is_replaced:
             return
         for node in self._nodes.values():
@@ -251,7 +253,7 @@ class MultiHostLeader:
                 node.knows_serving = self._send(node.peer, messages.EngineServing())
 
     def _check_nodes(self) -> None:
-        """Once a second, find nodes that are lost or have not joined in time."""
+        """Once a second, look for nodes that are lost or have not joined in time."""
         now = time.monotonic()
         if now < self._next_beat:
             return
@@ -264,13 +266,13 @@ class MultiHostLeader:
                 node.gone = kind(
                     f"node {node.number} has not joined at {self._where} within {JOIN_SECONDS:.0f} s: start serve-llm "
                     f"--nnodes {self._options.nnodes} --node-rank {node.number} --master-addr "
-                    f"{self._options.master_addr} there, and see whether a firewall closes the port"
+                    f"{self._options.master_addr} there, and check whether a firewall blocks the port"
                 )
             elif node.peer is not None and not send(self._socket, node.peer, PING):
                 node.gone = HostLost("loss of its node: host off, network cut, or its serve-llm killed")
 
     def _send_goodbyes(self) -> None:
-        """Send EndNode to all nodes that are connected, and wait until they have gone."""
+        """Send EndNode to all connected nodes and wait until they have left."""
         self._announce_serving()
         peers = [node.peer for node in self._nodes.values() if node.peer is not None and node.gone is None]
         left = [peer for peer in peers if self._send(peer, messages.EndNode(self._cause))]

@@ -3,7 +3,7 @@
 A node sends FindEngines to the address that all hosts know, and an engine of node 0 answers NodeEngines. The node then
 connects to each of these engines. There it sends JoinRequest, and the engine answers RunRanks. The node then sends a
 NodeReport every second and when a rank ends, or Failed if it cannot go on. The engine sends EngineServing once, and
-EndNode. It answers JoinRefused to whom it does not admit. Messages of the ranks themselves are in
+EndNode. Nodes that are not admitted get JoinRefused. Messages of the ranks themselves are in
 `engine.distributed.messages`.
 """
 
@@ -29,7 +29,7 @@ class FindEngines(msgspec.Struct, tag=True, frozen=True):
 class NodeEngines(msgspec.Struct, tag=True, frozen=True):
     """The data-parallel engines that have ranks on the node."""
 
-    ports: dict[int, int]  # engine -> where it awaits JoinRequest
+    ports: dict[int, int]  # engine -> where it waits for JoinRequest
 
 
 class JoinRequest(msgspec.Struct, tag=True, frozen=True):
@@ -52,7 +52,7 @@ class NodeReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunRanks(msgspec.Struct, tag=True, frozen=True):
-    ranks: list[int]  # those of the engine that answers
+    ranks: list[int]  # of the engine that replies
     on_gpus: bool  # one GPU per rank
     options: EngineOptions  # node 0's options, without secrets
     url: str  # where ranks send WorkerHello
@@ -63,12 +63,12 @@ class JoinRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineServing(msgspec.Struct, tag=True, frozen=True):
-    """An engine is ready. If it ends from now on, options and model are not to blame: node 0 starts another engine, and
+    """An engine is ready. If it dies from now on, options and model are not to blame: node 0 starts another engine, and
     the node may join again."""
 
 
 class EndNode(msgspec.Struct, tag=True, frozen=True):
-    cause: str  # "" at an orderly shutdown
+    cause: str  # "" on an orderly shutdown
 
 
 FromNode = FindEngines | JoinRequest | NodeReport | Failed
@@ -87,7 +87,7 @@ def without_secrets(options: EngineOptions) -> EngineOptions:
 
 
 def check_options_match(here: EngineOptions, first: EngineOptions) -> None:
-    """Raises OptionError, which names the first option that is given on this node and differs from node 0's."""
+    """Raise OptionError for the first option that is given on this node and differs from node 0's."""
     for option in fields(EngineOptions):
         own = getattr(here, option.name)
         other = getattr(first, option.name)

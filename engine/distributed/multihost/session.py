@@ -1,6 +1,6 @@
 """A node's part in one engine of node 0: joins it, runs its ranks on this host as child processes, reports their state.
 
-It neither serves nor computes, and needs no torch.
+It neither serves nor computes, and does not need torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from serve_llm.engine.distributed.multihost import messages
 
 logger = logging.getLogger(__name__)
 
-MASTER_SECONDS = 3600.0  # for node 0 to be started, and to download the model
-REJOIN_SECONDS = 600.0  # for node 0 to come back, or to replace an engine that died
+MASTER_SECONDS = 3600.0  # time for node 0 to be started and to download the model
+REJOIN_SECONDS = 600.0  # time for node 0 to come back, or to replace an engine that died
 POLL_SECONDS = 0.05
 
 
@@ -34,26 +34,26 @@ class Stopped(BaseException):
 
 
 class EngineGone(EngineError):
-    """The engine, which this node's ranks belonged to, has ended."""
+    """The engine to which this node's ranks belonged has ended."""
 
 
 class EngineSession:
-    """Runs this node's ranks of one engine from JoinRequest to EndNode, and again if node 0 replaces the engine.
+    """Runs this node's ranks of one engine from JoinRequest to EndNode, and again after node 0 replaces the engine.
 
-    In a thread of its own, from `start` to `end`.
+    Runs in its own thread, from `start` to `end`.
     """
 
     def __init__(self, options: Options, engine: int, url: str, address: str) -> None:
-        """options: of this node. url: where the engine awaits this node. address: of this host."""
+        """options: of this node. url: where the engine waits for this node. address: of this host."""
         self.engine = engine
-        self.error: ServeError | None = None  # why the session has ended; None if it runs or ended in order
+        self.error: ServeError | None = None  # why the session has ended; None while it runs and after an orderly end
         self._options = options
         self._url = url
         self._address = address
         self._secret = options.cluster_secret or ""
         self._ranks: WorkerLauncher | None = None
         self._rank_numbers: list[int] = []
-        self._name = "Node 0"  # the engine, in messages
+        self._name = "Node 0"  # name of the engine in messages
         self._is_replaced = False  # node 0 replaces the engine if it dies
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"engine {engine}", daemon=True)
@@ -78,7 +78,7 @@ class EngineSession:
         try:
             self._run_engines()
         except Stopped:
-            logger.debug("Engine %d: this node's part is ended", self.engine)
+            logger.debug("Engine %d: this node's part has ended", self.engine)
         except ServeError as error:
             self.error = error
         except Exception as error:
@@ -104,7 +104,7 @@ class EngineSession:
                 raise Stopped
 
     def _take_part(self, patience: float) -> None:
-        """Run ranks of one engine until it shuts down in order. Raises EngineGone if it ends in another way."""
+        """Run ranks of one engine until its orderly shutdown. Raises EngineGone if it ends in another way."""
         self._line = CurveClient(self._url, self._secret)
         try:
             self._start(self._join(patience))
@@ -137,7 +137,7 @@ class EngineSession:
                 raise EngineError(f"after {patience:.0f} s node 0 {describe_silence(self._line)}")
 
     def _receive(self) -> messages.ToNode | None:
-        """The next message; None if there is none for a moment. Raises OptionError if node 0 refuses this node."""
+        """Return the next message; None if none arrives soon. Raises OptionError if node 0 refuses this node."""
         if self._ending.is_set():
             raise Stopped
         return receive(self._line, POLL_SECONDS)
@@ -171,7 +171,7 @@ class EngineSession:
         )
 
     def _watch(self) -> None:
-        """Report the ranks' state until node 0 sends EndNode. Raises EngineGone if that names a cause."""
+        """Report the ranks' state until node 0 sends EndNode. Raises EngineGone if EndNode names a cause."""
         reported: dict[int, str] | None = None
         next_beat = 0.0
         while True:
@@ -201,8 +201,8 @@ class EngineSession:
 
 
 def receive(line: CurveClient, seconds: float) -> messages.ToNode | None:
-    """The next message of node 0; None if none arrives in time. Raises OptionError if it refuses this node, PeerLost if
-    the connection is lost."""
+    """Return node 0's next message; None if none arrives in time. Raises OptionError if node 0 refuses this node,
+    PeerLost if the connection is lost."""
     frame = line.receive(seconds)
     message = messages.decode_to_node(frame) if frame is not None else None
     if isinstance(message, messages.JoinRefused):
@@ -211,6 +211,6 @@ def receive(line: CurveClient, seconds: float) -> messages.ToNode | None:
 
 
 def describe_silence(line: CurveClient) -> str:
-    """Why node 0 has not answered."""
-    what = "says nothing" if line.connected else "cannot be reached: is it running, and its port open?"
+    """Explain why node 0 has not answered."""
+    what = "says nothing" if line.connected else "cannot be reached; is it running, and is its port open?"
     return f"at {line.url.removeprefix('tcp://')} still {what}"

@@ -1,7 +1,7 @@
 """Workers as Ray actors: Ray places and starts them, and reports when one is gone.
 
-Otherwise they are like workers on several hosts without Ray: they send WorkerHello to the engine's endpoint, and steps,
-tensors and results never go through Ray. Imports Ray; no torch.
+Otherwise they behave like workers on several hosts without Ray: they send WorkerHello to the engine's endpoint, and
+steps, tensors and results never go through Ray. Imports Ray but not torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
-KILL_SECONDS = 1.5  # for killed actors to exit
-END_SECONDS = 4.0  # for all calls of Ray at the end
-ACTOR_SECONDS = 120.0  # for Ray to start a process on reserved devices
+KILL_SECONDS = 1.5  # time for killed actors to exit
+END_SECONDS = 4.0  # time for all Ray calls at the end
+ACTOR_SECONDS = 120.0  # time for Ray to start a process on reserved devices
 
 DEVICES = {"GPU": "cuda", "CPU": "cpu"}
 
@@ -84,10 +84,10 @@ class RankActor:
         return os.getpid()
 
     def run(self, number: int, url: str, secret: str, options: EngineOptions, environ: dict[str, str]) -> int:
-        """Run the worker to its end; returns the exit code. options: of the engine. Raises ServeError if it cannot
+        """Run the worker until it ends; returns the exit code. options: of the engine. Raises ServeError if it cannot
         reach the engine."""
         apply_variables(os.environ, environ, initial=read_initial_environ())
-        os.environ["TQDM_DISABLE"] = "1"  # bars would come out line by line
+        os.environ["TQDM_DISABLE"] = "1"  # progress bars would be printed line by line
         configure("warning", f"rank {number}", options.log_format)
         given = os.environ.get("SERVE_LLM_HOST_IP")
         address = hosts.find_own_address("", given) if given else cluster.get_node_address()
@@ -100,7 +100,7 @@ class RankActor:
                 os.nice(0),
             )
         connection = worker_main.ControlConnection(url, number, secret, address, str(directory))
-        # Ray ends its actors with the engine, unless the network between them is cut.
+        # Ray ends its actors together with the engine, unless the network between them is cut.
         threading.Thread(target=worker_main.end_with_engine, args=(url, secret, number), daemon=True).start()
         return worker_main.serve(connection, number, str(directory))
 
@@ -114,7 +114,7 @@ class RayWorkers:
         """connected: whether `end` must end this process's connection to Ray."""
         self._reservation = reservation
         self._connected = connected
-        self._lock = threading.Lock()  # after ray.shutdown, any call of Ray would start a cluster
+        self._lock = threading.Lock()  # after ray.shutdown, any Ray call would start a cluster
         self._ended: dict[int, str | ServeError] = {}
         self._is_over = False
         self._leaving: threading.Thread | None = None
@@ -128,7 +128,7 @@ class RayWorkers:
         self._starts = {actor.pid.remote(): number for number, actor in enumerate(actors)}
         plain = without_secrets(options)
         if os.path.isdir(options.model):
-            # Workers have another current directory.
+            # Workers have a different current directory.
             plain = replace(plain, model=os.path.abspath(options.model))
         self._runs = {
             actor.run.remote(number, url, secret, plain, environ): number for number, actor in enumerate(actors)
@@ -137,7 +137,7 @@ class RayWorkers:
     def _start(self, number: int) -> Any:
         reservation = self._reservation
         bundle = PlacementGroupSchedulingStrategy(reservation.group, reservation.bundles[number])
-        # Ray must not restart a single rank: the others would have to restart with it.
+        # Ray must not restart a single rank, because the others would have to restart with it.
         options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": bundle}
         devices = {"num_cpus": 0, "num_gpus": 1} if reservation.kind == "GPU" else {"num_cpus": 1}
         return ray.remote(RankActor).options(**options, **devices).remote()
@@ -198,7 +198,7 @@ class RayWorkers:
         self._leaving = threading.Thread(target=self._leave, name="leave Ray", daemon=True)
         self._leaving.start()
         self._leaving.join(END_SECONDS)
-        if self._leaving.is_alive():  # Ray's calls wait for a head node that is gone
+        if self._leaving.is_alive():  # Ray calls wait for a head node that is gone
             logger.warning("Ray does not answer; ranks will end when they notice that this process has ended")
 
     def _leave(self) -> None:
@@ -222,7 +222,7 @@ def _done(refs: dict[Any, int]) -> list[tuple[Any, int]]:
 
 
 def _find_load_error(text: str) -> str | None:
-    """Why a node cannot load the actor's class, from Ray's message; None if the message is about something else."""
+    """Extract from Ray's message why a node cannot load the actor's class; None if it is about something else."""
     if "creation task" not in text:
         return None
     found: list[str] = re.findall(r"\w+Error: (?:(?!\w+Error: ).)+", text)

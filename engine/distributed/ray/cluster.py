@@ -26,15 +26,15 @@ from serve_llm.engine.worker.cpu_threads import usable_cores
 
 logger = logging.getLogger(__name__)
 
-FREE_SECONDS = 15.0  # for devices in use: processes that have just ended return theirs after a moment
-TURN_SECONDS = 1.0  # for each other engine that reserves devices at the same time
-CREATE_SECONDS = 5.0  # for a placement group of devices that are free
+FREE_SECONDS = 15.0  # wait for devices in use: those of processes that have just ended are freed after a moment
+TURN_SECONDS = 1.0  # additional time for each other engine that reserves devices at the same time
+CREATE_SECONDS = 5.0  # time for a placement group on free devices
 CREATE_POLL_SECONDS = 0.05
-TAKEN_POLLS = 4  # without free devices before a group is given up: Ray counts those of a group before it is there
+TAKEN_POLLS = 4  # give a group up after this many without free devices; a pending group's own count as used
 POLL_SECONDS = 0.2
-STORE_BYTES = 80_000_000  # object store of a cluster that is started here, which keeps no objects
+STORE_BYTES = 80_000_000  # object store of a cluster that is started here; it stores no objects
 
-NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
+NODE_LABEL = "ray.io/node-id"  # Ray defines it on every node
 
 
 def connect(address: str, num_ranks: int) -> bool:
@@ -48,7 +48,7 @@ def connect(address: str, num_ranks: int) -> bool:
         num_cpus = max(usable_cores(), num_ranks)  # ranks may outnumber cores
         options = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        # Ray puts the current directory first on its workers' sys.path; this directory is on it anyway.
+        # Ray puts the current directory first in its workers' sys.path. This directory is in it anyway.
         with contextlib.chdir(Path(os.__file__).parent):
             ray.init(address=address, logging_level="WARNING", log_to_driver=True, **options)
     except Exception as error:
@@ -75,7 +75,7 @@ def choose_device_kind(asked: str, group_id: str | None) -> str:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Devices that are reserved until `end`."""
+    """Devices reserved until `end`."""
 
     kind: str  # "CPU" or "GPU"
     places: list[RayNode]  # by rank
@@ -128,14 +128,14 @@ def _take_free(layout: ParallelLayout, kind: str, deadline: float) -> Reservatio
 
 
 def _is_created(group: PlacementGroup, places: list[RayNode], kind: str) -> bool:
-    """Wait for a placement group. Returns False if its devices have been taken by another process, such as another
-    engine that planned at the same time."""
+    """Wait for a placement group. Returns False if another process has taken its devices, such as another engine that
+    planned at the same time."""
     deadline = time.monotonic() + CREATE_SECONDS
     taken_polls = 0
     while not group.wait(0):  # Ray waits for whole seconds
         free = {node.id: node.free for node in _nodes(kind)}
         is_taken = any(free.get(node.id, 0) < places.count(node) for node in places)
-        is_pending = placement_group_table(group)["state"] == "PENDING"  # otherwise it may be what took them
+        is_pending = placement_group_table(group)["state"] == "PENDING"  # otherwise the group may have taken them
         taken_polls = taken_polls + 1 if is_taken and is_pending else 0
         if taken_polls == TAKEN_POLLS or time.monotonic() > deadline:
             return bool(group.wait(0))
@@ -191,7 +191,7 @@ def _group(group_id: str) -> PlacementGroup:
 
 
 def _bundles(group: PlacementGroup, group_id: str, kind: str) -> list[Bundle]:
-    """The group's bundles, with what is free of each: the process that created the group may use a part."""
+    """List the group's bundles with their free devices: the process that created the group may use some."""
     node_of = placement_group_table(group)["bundles_to_node_id"]
     free = available_resources_per_node()
     return [

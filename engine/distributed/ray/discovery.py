@@ -1,7 +1,7 @@
 """Decides which Ray cluster to use, and with which settings, before Ray is imported: Ray reads its settings from the
 environment at import.
 
-Ray's own search may find a cluster that is gone; it then waits two minutes and ends the process. No Ray, no torch.
+Ray's own search may find a dead cluster; it then waits two minutes and ends the process. Imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from serve_llm.common.errors import OptionError
 
-ANSWER_SECONDS = 5.0  # for a cluster's address to take a connection
+ANSWER_SECONDS = 5.0  # time for a cluster's address to accept a connection
 LOCAL = "local"  # address that means: start a cluster here
 
 
@@ -54,8 +54,8 @@ def find_cluster(address: str | None, may_start: bool, environ: Mapping[str, str
 
 
 def _read_current_cluster(environ: Mapping[str, str]) -> str | None:
-    """The address that `ray start` wrote on this host. None without such a file, or if it is another user's, who must
-    not decide where our secrets go."""
+    """Read the address that `ray start` wrote on this host; None without such a file, or if another user owns it, who
+    must not decide where our secrets go."""
     path = Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     try:
         if path.stat().st_uid != os.getuid():
@@ -66,7 +66,7 @@ def _read_current_cluster(environ: Mapping[str, str]) -> str | None:
 
 
 def _connection_error(address: str) -> Exception | None:
-    """Why nothing answers at host:port; None if something does. Ray itself would wait for minutes."""
+    """Explain why host:port does not answer; None if it does. Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
@@ -78,9 +78,9 @@ def _connection_error(address: str) -> Exception | None:
 def local_cluster_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Settings for a cluster that is started here, unless the user has set them.
 
-    Anyone who reaches a cluster without a token may run code on it. This token is known only to this process and those
-    that it starts. If Ray made the token, it would write it to the user's home, and all clusters that are started later
-    would require it."""
+    Anyone who can reach a cluster without a token may run code on it. This token is known only to this process and its
+    children. If Ray generated the token, it would write it to the user's home, and all clusters started later would
+    require it."""
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # Ray's default niceness is 15
     if "RAY_AUTH_MODE" not in environ:
         settings["RAY_AUTH_MODE"] = "token"

@@ -18,7 +18,7 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node of the cluster. seen, free: its devices of the kind that ranks compute on, in all and unused."""
+    """A node of the cluster. seen, free: its total and unused devices of the kind that ranks compute on."""
 
     id: str
     address: str  # IP
@@ -40,7 +40,7 @@ class Bundle:
 def place_ranks(
     nodes: Sequence[RayNode], layout: ParallelLayout, kind: str, where: str = "Ray cluster"
 ) -> list[RayNode]:
-    """The node of each rank. kind: of device, "CPU" or "GPU". where: what the nodes belong to, for messages.
+    """Choose the node of each rank. kind: of device, "CPU" or "GPU". where: what the nodes belong to, for messages.
 
     All ranks are on one node if any has enough devices. A tensor-parallel group that no node can hold is spread over as
     few nodes as possible. Raises CapacityError, with the counts per node, if too few devices are free.
@@ -68,7 +68,7 @@ def _order(node: RayNode) -> tuple[bool, int, int, str]:
 
 
 def _spread(ordered: Sequence[RayNode], left: dict[str, int], size: int) -> list[RayNode]:
-    """Use all free devices of the nodes that have most of them; returns nodes in their order."""
+    """Use all free devices of the nodes with the most of them; returns nodes in their order."""
     taken: dict[str, int] = {}
     for node in sorted(ordered, key=lambda node: -left[node.id]):
         taken[node.id] = min(left[node.id], size - sum(taken.values()))
@@ -76,14 +76,14 @@ def _spread(ordered: Sequence[RayNode], left: dict[str, int], size: int) -> list
 
 
 def describe_shortage(nodes: Sequence[RayNode], layout: ParallelLayout, kind: str, where: str = "Ray cluster") -> str:
-    """The message that too few devices are free, with counts and remedies."""
+    """Build the message that too few devices are free, with counts and remedies."""
     seen = sum(node.seen for node in nodes)
     free = sum(node.free for node in nodes)
     each = "; ".join(
         f"{node.address}{' (this node)' if node.is_driver else ''} {node.free} of {node.seen} free"
         for node in sorted(nodes, key=_order)
     )
-    remedy = f"make the {where} larger" if seen < layout.size else "end what uses the others"
+    remedy = f"make the {where} larger" if seen < layout.size else "stop what uses the others"
     return (
         f"{layout.size} ranks need {layout.size} {kind}s, but the {where} has {seen}, of which {free} are free "
         f"({each or 'no nodes'}): {remedy}, or lower --tensor-parallel-size or --pipeline-parallel-size"
@@ -93,7 +93,7 @@ def describe_shortage(nodes: Sequence[RayNode], layout: ParallelLayout, kind: st
 def check_engines(
     nodes: Sequence[RayNode], layout: ParallelLayout, num_engines: int, kind: str, where: str = "Ray cluster"
 ) -> None:
-    """Raises CapacityError if the nodes cannot hold all data-parallel engines, whatever else uses them."""
+    """Raise CapacityError if the nodes cannot hold all data-parallel engines even when otherwise unused."""
     seen = sum(node.seen for node in nodes)
     needed = num_engines * layout.size
     if num_engines > 1 and needed > seen >= layout.size:

@@ -186,7 +186,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="-o"):
         command.main(["model"], {})
     make_checkpoint(tmp_path / "model", "opt")
-    with pytest.raises(ModelError, match="there is nothing to convert"):
+    with pytest.raises(ModelError, match="nothing to convert"):
         convert(tmp_path / "model", tmp_path / "new")
     index = tmp_path / "model" / "pytorch_model.bin.index.json"
     for weight_map, message in (
@@ -204,5 +204,5 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_has_nothing_to_convert(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"demo: neither pytorch_model\.bin nor .*: there is nothing to convert"):
+    with pytest.raises(ModelError, match=r"demo: neither pytorch_model\.bin nor .*: nothing to convert"):
         command.main(["demo", "-o", str(tmp_path / "out")], {})

@@ -9,13 +9,13 @@ from serve_llm.common.errors import ServeError
 
 LOG = """\
 INFO 11-25 13:56:04 [daemon.py:76] Listening on http://127.0.0.1:1; loading a/b
-INFO 11-25 13:56:04 [hub.py:203] Looking for a/b on the Hub; what is not here yet is downloaded
+INFO 11-25 13:56:04 [hub.py:203] Looking for a/b on the Hub; missing files are downloaded
 INFO 11-25 13:56:14 [progress.py:50] rank 0: Loading weights: 40%
 WARNING 11-25 13:56:15 [startup.py:90] rank 1: something is slow
 INFO 11-25 13:56:16 [mp.py:131] Weights loaded and packed by 2 ranks in 2.00 s
 """
 NEWS = """\
-Looking for a/b on the Hub; what is not here yet is downloaded
+Looking for a/b on the Hub; missing files are downloaded
 Loading weights: 40%
 rank 1: something is slow
 Weights loaded and packed by 2 ranks in 2.00 s

@@ -57,7 +57,7 @@ def test_a_change_runs_in_the_background_and_excludes_another() -> None:
         scaler.scale(3, 7.0)
         assert scaler.is_under_way and scaler.num_engines == 1 and scaler.target == 3
         scaler.scale(3, 7.0)  # the same again changes nothing
-        with pytest.raises(Conflict, match="a change to 3 engines is under way"):
+        with pytest.raises(Conflict, match="a change to 3 engines is in progress"):
             scaler.scale(2, 7.0)
         engines.started.set()
         await finish(scaler)

@@ -20,5 +20,5 @@ def test_many_ranks_on_few_cores(
     caplog.set_level(logging.WARNING)
     launcher.WorkerLauncher(range(count), "ipc:///nowhere")
     assert len(started) == count
-    expected = "9 ranks start on 2 cores and wait for each other, from loading on; fewer are faster "
+    expected = "9 ranks on 2 cores wait for each other from loading on; fewer are faster "
     assert [text.startswith(expected) for text in caplog.messages] == [True] * warns

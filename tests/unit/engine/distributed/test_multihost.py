@@ -119,7 +119,7 @@ def test_who_is_refused_and_that_it_disturbs_nobody(master: Master) -> None:
         assert master.find(node, nnodes) == JoinRefused(why)
     for node, why in (
         (1, "--node-rank 1 is taken by node 1, host h1 at 10.0.0.1"),
-        (3, "node 0 was started again with other options, and node 3 is not in this place any more"),
+        (3, "node 0 was started again with other options, and node 3 no longer has ranks of this engine"),
     ):
         line, answer = master.join(node)
         assert answer == JoinRefused(why)

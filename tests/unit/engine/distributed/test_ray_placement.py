@@ -64,7 +64,7 @@ def test_too_few_devices_are_counted_per_node() -> None:
         place_ranks(nodes, ParallelLayout(2, 1), "GPU")
     assert str(raised.value) == (
         "2 ranks need 2 GPUs, but the Ray cluster has 4, of which 1 are free (10.0.0.1 (this node) 1 of 2 free; "
-        "10.0.0.2 0 of 2 free): end what uses the others, or lower --tensor-parallel-size or --pipeline-parallel-size"
+        "10.0.0.2 0 of 2 free): stop what uses the others, or lower --tensor-parallel-size or --pipeline-parallel-size"
     )
     with pytest.raises(
         CapacityError, match=r"5 ranks need 5 CPUs, but the Ray cluster has 0.*no nodes.*make the Ray cluster larger"

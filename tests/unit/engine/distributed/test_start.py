@@ -34,7 +34,7 @@ def test_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "find_spec", lambda name: object())
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     options = make_options("demo", device="cpu", distributed_executor_backend="ray")
-    with pytest.raises(OptionError, match=r"ray, because it was asked for: no Ray cluster answers at 127\.0\.0\.1:1"):
+    with pytest.raises(OptionError, match=r"ray, because it was requested: no Ray cluster answers at 127\.0\.0\.1:1"):
         start.start_workers(options)
 
 
