@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from serve_llm.common.messages import Abort, MalformedRequest, Shutdown, StepOutputs, Submit, ToEngine
 from serve_llm.common.options.speculative import SpeculativeConfig
-from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.common.types import FinishReason, Output, Request, Stats
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult
 from serve_llm.engine.kv_events import KVEventPublisher
@@ -28,7 +28,7 @@ from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.speculation import BatchDraftSource, ModelSpeculator, Speculator, TextSpeculator
 from serve_llm.engine.structured_output.builder import MatcherBuilder
 from serve_llm.engine.structured_output.manager import StructuredOutputManager
-from serve_llm.engine.worker.graph_sizes import ladder
+from serve_llm.engine.worker.graph_sizes import list_decode_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +166,8 @@ class EngineCore:
 
     def _take_ready(self, pending: PendingRequests[Any], go_on: Callable[[Request], None]) -> None:
         """Continue with the requests that have become ready since the last step."""
+        if not pending:
+            return
         ready, failed = pending.take_ready(self._is_idle)
         self._finished_on_arrival += failed
         for request in ready:
@@ -179,60 +181,78 @@ class EngineCore:
 
     def step(self) -> StepOutputs:
         """Start steps until `executor.depth` are in flight, then finish the oldest one."""
-        if self._checking:
-            self._take_ready(self._checking, self._add_request)
-        if self.grammars.compiling:
-            self._take_ready(self.grammars.compiling, self._schedule_request)
-        while len(self._in_flight) < self._executor.depth:
-            held = self.grammars.held_indices
-            if self._speculator is not None:
-                self._speculator.paused_indices = self.grammars.costly_indices
-                self.scheduler.prepare_drafts(held)
-            now = self._clock()
-            budget = self._choose_budget(now)
-            if self._offload is not None:
-                self._offload.seconds_per_token = self._budget.seconds_per_token
-                self._offload.exchange()
-            scheduler_output = self.scheduler.schedule(budget, now, self._num_batches, held)
-            if not scheduler_output.scheduled and not self._executor.must_step():
-                if held and not self._in_flight:
-                    self.grammars.wait_for_held()
-                elif self._offload is not None and not self._in_flight:
-                    self._offload.wait_for_reads(WAIT_SECONDS)
-                break
-            scheduler_output, masks = self.grammars.prepare(scheduler_output)
-            self._report_in_flight(self.scheduler.in_flight)
-            self._in_flight.append(
-                _StepInFlight(scheduler_output, now, self._executor.execute(scheduler_output, masks))
-            )
+        self._take_ready(self._checking, self._add_request)
+        self._take_ready(self.grammars.compiling, self._schedule_request)
+        while len(self._in_flight) < self._executor.depth and self._start_step():
+            pass
         outputs = self._finished_on_arrival
         self._finished_on_arrival = []
         num_tokens = 0
         if self._in_flight:
-            scheduler_output, started_at, result = self._in_flight.popleft()
-            results = result.result()
-            num_tokens = scheduler_output.num_tokens
-            if num_tokens:
-                seconds = self._clock() - started_at
-                self._budget.observe(num_tokens, seconds)
-                if self._speculator is not None and scheduler_output.is_decode:
-                    self._speculator.row_cost.observe(num_tokens, seconds)
-                self.grammars.advance(scheduler_output, results)
-                outputs += self.scheduler.update_from_output(scheduler_output, results)
-                self.grammars.retain(self.scheduler.request_indices)
-                self._num_steps += 1
+            step = self._in_flight.popleft()
+            num_tokens = step.scheduler_output.num_tokens
+            outputs += self._finish_step(step)
             self._report_in_flight(self.scheduler.in_flight)
         if self._recorder is not None and self._publisher is not None:
             self._publisher.publish(self._recorder.take())
         for output in outputs:
             if output.finish_reason is not None:
                 self.grammars.end(output.id)
+        return StepOutputs(outputs, self._read_stats(num_tokens))
+
+    def _start_step(self) -> bool:
+        """Schedule a step and start it. Returns False if there is nothing to compute now."""
+        held = self.grammars.held_indices
+        if self._speculator is not None:
+            self._speculator.paused_indices = self.grammars.costly_indices
+            self.scheduler.prepare_drafts(held)
+        now = self._clock()
+        budget = self._choose_budget(now)
+        if self._offload is not None:
+            self._offload.seconds_per_token = self._budget.seconds_per_token
+            self._offload.exchange()
+        scheduler_output = self.scheduler.schedule(budget, now, self._num_batches, held)
+        if not scheduler_output.scheduled and not self._executor.must_step():
+            if not self._in_flight:
+                self._wait_for_sequences(held)
+            return False
+        scheduler_output, masks = self.grammars.prepare(scheduler_output)
+        self._report_in_flight(self.scheduler.in_flight)
+        result = self._executor.execute(scheduler_output, masks)
+        self._in_flight.append(_StepInFlight(scheduler_output, now, result))
+        return True
+
+    def _wait_for_sequences(self, held: Collection[int]) -> None:
+        """Wait briefly until a sequence can be scheduled: for a grammar mask, or for a block read from disk."""
+        if held:
+            self.grammars.wait_for_held()
+        elif self._offload is not None:
+            self._offload.wait_for_reads(WAIT_SECONDS)
+
+    def _finish_step(self, step: _StepInFlight) -> list[Output]:
+        """Wait for the result of a step and update the scheduler."""
+        scheduler_output = step.scheduler_output
+        results = step.result.result()
+        num_tokens = scheduler_output.num_tokens
+        if not num_tokens:
+            return []
+        seconds = self._clock() - step.started_at
+        self._budget.observe(num_tokens, seconds)
+        if self._speculator is not None and scheduler_output.is_decode:
+            self._speculator.row_cost.observe(num_tokens, seconds)
+        self.grammars.advance(scheduler_output, results)
+        outputs = self.scheduler.update_from_output(scheduler_output, results)
+        self.grammars.retain(self.scheduler.request_indices)
+        self._num_steps += 1
+        return outputs
+
+    def _read_stats(self, step_tokens: int) -> Stats:
         stats = self.scheduler.stats()
         stats.num_steps = self._num_steps
-        stats.step_tokens = num_tokens
+        stats.step_tokens = step_tokens
         if self._offload is not None:
             stats.offload_memory, stats.offload_disk = self._offload.read_stats()
-        return StepOutputs(outputs, stats)
+        return stats
 
     def _choose_budget(self, now: float) -> int:
         """Choose the maximum number of tokens of the next step."""
@@ -258,7 +278,7 @@ def _find_sizes_to_capture(config: Config) -> deque[int]:
         return deque()
     if config.pipeline_parallel_size > 1 or config.expert_engines > 1:  # all stages and engines would have to take part
         return deque()
-    return deque(ladder(config.max_num_seqs))
+    return deque(list_decode_sizes(config.max_num_seqs))
 
 
 def _build_speculator(config: SpeculativeConfig | None, draft_model: BatchDraftSource | None) -> Speculator | None:

@@ -22,7 +22,7 @@ from serve_llm.common.logs import configure
 from serve_llm.common.messages import Start
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.sentence_transformers import SentenceModules, read_sentence_modules
-from serve_llm.common.types import ModelInfo
+from serve_llm.common.types import LoRATarget, ModelInfo
 from serve_llm.engine.config import Config, check_options, resolve
 from serve_llm.engine.devices import VISIBLE_DEVICES, claim_gpus, list_gpus
 from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
@@ -81,13 +81,7 @@ def start_engine(
     options = start.options
     process = f"engine {start.engine}" if options.max_engines > 1 else ""
     configure(options.log_level, process, options.log_format)
-    is_on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
-    if options.device != "cpu" and not is_on_ray:  # Ray assigns GPUs itself
-        placement = EnginePlacement.from_options(options)
-        engines = placement.engines(node=0)
-        if start.engine in engines:
-            num_ranks = len(placement.local_ranks(start.engine))
-            claim_gpus(os.environ, engines.index(start.engine), len(engines), num_ranks)
+    _claim_gpus(start)
 
     # Resolve: reject invalid options before spending seconds on workers and torch.
     raw = read_config(Path(start.directory))
@@ -132,8 +126,31 @@ def start_engine(
     core = EngineCore(config, executor, report_in_flight=report_in_flight, draft_model=draft_model, matchers=matchers)
     resources.callback(core.close)
     concurrent.futures.wait(loading)
+    info = _build_model_info(config, spec, executor, lora_targets)
+    if worker_group is not None:
+        worker_group.serve()
+    logger.info("Engine ready after %.2f s", time.perf_counter() - began)
+    return core, info
+
+
+def _claim_gpus(start: Start) -> None:
+    """Restrict this process to the engine's GPUs. Raises CapacityError."""
+    options = start.options
+    is_on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
+    if options.device == "cpu" or is_on_ray:  # Ray assigns GPUs itself
+        return
+    placement = EnginePlacement.from_options(options)
+    engines = placement.engines(node=0)
+    if start.engine in engines:
+        num_ranks = len(placement.local_ranks(start.engine))
+        claim_gpus(os.environ, engines.index(start.engine), len(engines), num_ranks)
+
+
+def _build_model_info(
+    config: Config, spec: ModelSpec | PretrainedSpec, executor: Executor, lora_targets: dict[str, LoRATarget]
+) -> ModelInfo:
     layout = executor.layout
-    info = ModelInfo(
+    return ModelInfo(
         architecture=spec.architecture,
         max_model_len=config.max_model_len,
         vocab_size=spec.vocab_size,
@@ -155,10 +172,6 @@ def start_engine(
         pipeline_parallel_size=config.pipeline_parallel_size,
         rank_hosts=list(executor.hosts),
     )
-    if worker_group is not None:
-        worker_group.serve()
-    logger.info("Engine ready after %.2f s", time.perf_counter() - began)
-    return core, info
 
 
 def read_spec(

@@ -156,9 +156,9 @@ class DraftSequences:
         sequence.num_computed = min(sequence.num_computed, end)
         sequence.num_scheduled = sequence.num_computed
         draft.num_known = len(token_ids)
-        self._prefix_cache.remember(sequence, draft.num_indexed)
+        self._prefix_cache.cache_blocks(sequence, draft.num_indexed)
         draft.num_indexed = sequence.num_computed
-        for block in sequence.leave_blocks_behind_windows():
+        for block in sequence.pop_blocks_outside_windows():
             self._pool.release(block)
 
     def check_integrity(self) -> None:

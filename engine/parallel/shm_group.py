@@ -21,7 +21,7 @@ from serve_llm.engine.parallel.groups import ProcessGroup
 from serve_llm.engine.parallel.shm import CLOSED_MESSAGE, ChannelClosed
 from serve_llm.engine.parallel.shm_ring import Ring
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.cpu.collectives import Collectives, Silent, WindowClosed
+from serve_llm.kernels.cpu.collectives import Collectives, RankTimeout, WindowClosed
 
 PEER_SECONDS = 900.0  # limit for a peer to answer within a step; the executor's limit is shorter and names the rank
 SUM_BYTES = 1 << 16  # elements added at a time, to stay in a core's cache
@@ -55,18 +55,18 @@ class CompiledGroup:
         exact = x if x.dtype in library.DTYPES else x.float()
         try:
             self._collectives.all_reduce(exact)
-        except (WindowClosed, Silent) as error:
+        except (WindowClosed, RankTimeout) as error:
             raise self._build_loss_error(error) from None
         return x if exact is x else x.copy_(exact)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         try:
             return list(self._collectives.all_gather(x.contiguous()).unbind())
-        except (WindowClosed, Silent) as error:
+        except (WindowClosed, RankTimeout) as error:
             raise self._build_loss_error(error) from None
 
-    def _build_loss_error(self, error: WindowClosed | Silent) -> PeerLost:
-        if isinstance(error, Silent):
+    def _build_loss_error(self, error: WindowClosed | RankTimeout) -> PeerLost:
+        if isinstance(error, RankTimeout):
             return _build_silence_error(f"rank {error.rank} of its tensor-parallel group", self._seconds)
         return ChannelClosed(CLOSED_MESSAGE)
 

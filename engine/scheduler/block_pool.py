@@ -72,7 +72,7 @@ class BlockPool:
             else:
                 self._blank.append(block)
 
-    def remember(self, block: int, key: BlockKey) -> bool:
+    def cache_block(self, block: int, key: BlockKey) -> bool:
         """Record that the block holds this full prefix block. Returns False if another block already does."""
         if key in self._cached or block in self._key_of:
             return False

@@ -18,11 +18,11 @@ OFFLOADED = -2  # a block table entry whose block is in host memory
 class PrefixCache:
     """The scheduler calls:
 
-    must_wait(sequence, hit)     before admission
-    acquire(sequence, tables)    on admission, for the tables of its hit
-    begin(sequence)              on admission, with num_computed set to the cached tokens
-    remember(sequence, start)    when the tokens from `start` to num_computed are in their blocks
-    end(sequence)                when the sequence frees its blocks, however far it is computed
+    must_wait(sequence, hit)         before admission
+    acquire(sequence, tables)        on admission, for the tables of its hit
+    begin(sequence)                  on admission, with num_computed set to the cached tokens
+    cache_blocks(sequence, start)    when the tokens from `start` to num_computed are in their blocks
+    end(sequence)                    when the sequence frees its blocks, even if it is not fully computed
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PrefixCache:
         for (index, number), (key, slot) in zip(places, pinned, strict=True):
             block = self._pool.allocate()
             self._offload.load(slot, block)
-            self._pool.remember(block, key)
+            self._pool.cache_block(block, key)
             tables[index][number] = block
         self._offload.unpin(pinned)
         self._record(sequence, places)
@@ -158,7 +158,7 @@ class PrefixCache:
     def must_wait(self, sequence: Sequence, hit: int) -> bool:
         """Whether waiting saves work, because a running sequence will compute the block after the hit or the store is
         reading it. Starts reads from the store, once each time the sequence waits for admission."""
-        if self.is_coming(sequence, hit):
+        if self.is_being_computed(sequence, hit):
             return True
         offload = self._offload
         if not self._enabled or sequence.wants_prompt_logprobs or offload is None or offload.store is None:
@@ -186,7 +186,7 @@ class PrefixCache:
                 started.append(key)
         return started
 
-    def is_coming(self, sequence: Sequence, hit: int) -> bool:
+    def is_being_computed(self, sequence: Sequence, hit: int) -> bool:
         """Whether a running sequence will compute the block after the hit."""
         if not self._enabled or sequence.wants_prompt_logprobs:
             return False
@@ -211,7 +211,7 @@ class PrefixCache:
         hashes = sequence.block_hashes(size, sequence.num_prompt // size)
         return [(0, key) for key in hashes[sequence.num_computed // size :]]
 
-    def remember(self, sequence: Sequence, start: int) -> None:
+    def cache_blocks(self, sequence: Sequence, start: int) -> None:
         """Add newly filled blocks to the cache."""
         size = self._smallest_block
         if not self._enabled or start // size == sequence.num_computed // size:
@@ -222,7 +222,7 @@ class PrefixCache:
             after = sequence.num_computed // group.block_size
             hashes = sequence.block_hashes(group.block_size, after)
             for number in range(before, after):
-                if table[number] != RELEASED and self._pool.remember(table[number], (index, hashes[number])):
+                if table[number] != RELEASED and self._pool.cache_block(table[number], (index, hashes[number])):
                     new.append((index, number))
                 if index == 0 and (number + 1) * group.block_size <= sequence.num_prompt:
                     self._pending[0, hashes[number]] -= 1

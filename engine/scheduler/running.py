@@ -106,7 +106,7 @@ class RunningSequences:
         sequence.add_blocks([[self._pool.allocate() for _ in range(number)] for number in missing])
         return True
 
-    def make_way(self) -> set[int]:
+    def preempt_for_waiting(self) -> set[int]:
         """Preempt the last sequence of a batch that holds resources which the first waiting sequence needs.
 
         While it is in flight, returns its index instead. It must then not be scheduled, so that it can be preempted
@@ -118,7 +118,7 @@ class RunningSequences:
         victims = [sequence for sequence in self if sequence.is_of_batch]
         num_cached = self._prefix_cache.find(first)
         if self._free_indices and self._adapters.has_room(first) and self.has_room(first, num_cached):
-            is_computed_by_another = self._prefix_cache.is_coming(first, num_cached)
+            is_computed_by_another = self._prefix_cache.is_being_computed(first, num_cached)
             prefills = [sequence for sequence in victims if not sequence.is_decoding]
             victims = [sequence for sequence in prefills if is_computed_by_another or sequence.has_long_prompt]
         if not victims:
@@ -130,7 +130,7 @@ class RunningSequences:
         self._preempt(victim)
         return set()
 
-    def pass_slot_on(self) -> set[int]:
+    def preempt_for_adapter(self) -> set[int]:
         """Preempt the sequences of an adapter whose turn is over and whose slot is needed; see `AdapterSlots`.
 
         While one of them is in flight, returns their indices instead. They must then not be scheduled.

@@ -168,8 +168,8 @@ class Scheduler:
         of the sequences, so that work is left for the others. held: request indices of sequences that are not ready.
         """
         if self._has_both:
-            held = self._running.make_way().union(held)
-        held = self._running.pass_slot_on().union(held)
+            held = self._running.preempt_for_waiting().union(held)
+        held = self._running.preempt_for_adapter().union(held)
         paused = self._find_paused()
         self._num_active = len(self._running) - len(paused)
         self._num_deferred = 0
@@ -369,15 +369,15 @@ class Scheduler:
                 num_sampled = min(len(sequence.token_ids) - num_before, len(result.accepted_ids) + 1)
                 self._stats.num_forced_tokens += len(sequence.token_ids) - num_before - num_sampled
             if num_drafts:
-                sequence.take_back(num_drafts - len(result.accepted_ids))
+                sequence.reject_drafts(num_drafts - len(result.accepted_ids))
                 self._stats.count_draft(num_drafts, len(result.accepted_ids))
             if self._speculator is not None:
                 if result.hidden_states is not None:
                     self._speculator.take_hidden_states(sequence, chunk.start, result.hidden_states)
                 self._speculator.update(sequence)
-            self._prefix_cache.remember(sequence, chunk.start)
+            self._prefix_cache.cache_blocks(sequence, chunk.start)
             if self._has_windows:
-                for block in sequence.leave_blocks_behind_windows():
+                for block in sequence.pop_blocks_outside_windows():
                     self._pool.release(block)
             self._waiting.charge(sequence, len(sequence.token_ids) - num_before)
             if output is None:

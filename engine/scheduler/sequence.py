@@ -221,7 +221,7 @@ class Sequence:
         self.prompt_logprobs = []
         self.stored_keys = None
 
-    def leave_blocks_behind_windows(self) -> list[int]:
+    def pop_blocks_outside_windows(self) -> list[int]:
         """Mark the blocks that no later token reads as released. Returns them."""
         left = []
         for group, table in zip(self.groups, self.block_tables, strict=True):
@@ -234,7 +234,7 @@ class Sequence:
                 index -= 1
         return left
 
-    def take_back(self, num_rejected: int) -> None:
+    def reject_drafts(self, num_rejected: int) -> None:
         """Uncount the computed tokens of rejected drafts, and of accepted ones after the end of the text. Their slots
         will be overwritten."""
         self.num_computed = min(self.num_computed - num_rejected, len(self.token_ids))

@@ -1,6 +1,6 @@
 """Steps on a GPU as captured graphs: one launch instead of hundreds.
 
-A step in which every sequence computes one token uses the graph of the next larger size of a ladder. The padding rows
+A step in which every sequence computes one token uses the graph of the next larger captured size. The padding rows
 have slots of -1, so nothing is written, and empty contexts, so nothing is read. A sequence that computes a few tokens
 takes one row for each (`BatchArrays.split`): a layer writes the keys of all rows before any row reads them. A step with
 prompts, alone or with decodes, of up to MIXED_TOKENS tokens uses a graph for its numbers of tokens and sequences; an
@@ -28,7 +28,7 @@ from torch import Tensor
 from serve_llm.engine.model.inputs import ChunkInputs, GroupInputs, StepInputs
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.transfer import DeviceCopier
-from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, ladder, mixed_sequences
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, mixed_sequences
 from serve_llm.engine.worker.input_batch import BatchArrays
 from serve_llm.kernels.attention import Lengths
 
@@ -74,7 +74,7 @@ class StepGraphs:
         self._capture = capture
         self._copier = copier
         self._max_model_len = max_model_len
-        self.decode_sizes = ladder(max_num_seqs)
+        self.decode_sizes = list_decode_sizes(max_num_seqs)
         self.mixed_sequences = mixed_sequences(max_num_seqs)
         self.max_tokens = max_num_seqs
         self._is_last = is_last
@@ -102,14 +102,14 @@ class StepGraphs:
         return self._run(Size(size, size), step, None, received)[:count]
 
     def capture_decode(self, num_sequences: int) -> None:
-        """Capture the step of this size from the ladder. Does nothing if there is a graph. Only for a model that is one
-        stage."""
+        """Capture the decode step of this size, one of `decode_sizes`, unless there is a graph. Only for a model of
+        one stage."""
         size = Size(num_sequences, num_sequences)
         while size not in self._graphs:
             self.run_padding(size)
 
     def run_padding(self, size: Size) -> None:
-        """Run a step of this size, from the ladders, that consists of padding. Only for a model that is one stage."""
+        """Run a step of padding. size: one that is captured. Only for a model of one stage."""
         nothing = np.zeros(0, np.int64)
         step = BatchArrays(
             ids=nothing,

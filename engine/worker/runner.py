@@ -20,12 +20,11 @@ from serve_llm.common.types import TokenLogprobs
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.sampling.device import DeviceSampler
-from serve_llm.engine.sampling.grammar_mask import NOTHING_LEFT, Mask, intersect, unpack_masks
+from serve_llm.engine.sampling.choose import build_sampler
+from serve_llm.engine.sampling.grammar_mask import Mask, intersect, unpack_masks
 from serve_llm.engine.sampling.known_logprobs import find_known_logprobs
 from serve_llm.engine.sampling.logit_adjustments import SampleRow
-from serve_llm.engine.sampling.sampler import Sampler
-from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits, VocabParallelSampler
+from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.adapters import AdapterLoader
@@ -35,11 +34,9 @@ from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTok
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors
 from serve_llm.engine.worker.runnable_model import RunnableModel
-from serve_llm.engine.worker.sampled_tokens import add_sampled_tokens, find_sampled_rows
-from serve_llm.kernels.registry import choose_device_sampling
+from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_tokens, find_sampled_rows
 
 MAX_SPLIT_TOKENS = 32  # maximum tokens of a sequence in a decode step; more are cheaper as a prompt
-NOT_FINITE = "the model's logits are not finite"
 
 
 class Runner:
@@ -74,12 +71,12 @@ class Runner:
         self._needs_device_lengths = device.type != "cpu" or decoder.capturable
         self._input_batch = InputBatch(layout.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
-        self._sampler = _build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
+        self._sampler = build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
         self.graphs: StepGraphs | None = None
         # If engines share experts, no stage captures, because stages without experts would disagree with the others.
         sends_states = speculation is not None and speculation.reads_hidden_states
-        can_capture = decoder.capturable and not sends_states and config.expert_engines == 1
-        if can_capture and not config.enforce_eager:
+        can_capture = decoder.capturable and not sends_states and not config.enforce_eager
+        if can_capture and config.expert_engines == 1:
             self.graphs = StepGraphs(
                 self._compute_logits,
                 CudaCapture(device) if capture is None else capture,
@@ -99,36 +96,44 @@ class Runner:
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
         """Start a step, which on a CPU is complete on return. A step without tokens only computes other engines' tokens
         in this rank's experts. masks: called once before sampling, if the step has masked rows."""
-        scheduled = scheduler_output.scheduled
         if scheduler_output.capture_size:
             if self.graphs is not None:
                 self.graphs.capture_decode(scheduler_output.capture_size)
             return NO_RESULTS
-        if not scheduled:
+        if not scheduler_output.scheduled:
             self._decoder.run_without_tokens(self._dtype)
             return NO_RESULTS
         self._input_batch.apply(scheduler_output)
         adapter_slots = self._load_adapters(scheduler_output)
-        results = [RunnerOutput() for _ in scheduled]
-        arrays = self._input_batch.gather(scheduled)
+        arrays = self._input_batch.gather(scheduler_output.scheduled)
         if self.graphs is not None and not adapter_slots:
-            logits = self._replay(self.graphs, scheduled, arrays)
-            if logits is not None and not self._shard.is_last:
-                self._decoder.send(logits)
-                self._receive_masks(scheduler_output, masks)
-                return NO_RESULTS
-            if logits is not None:
-                sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
-                return self._sample(scheduled, sampled, logits, self._receive_masks(scheduler_output, masks), results)
-        inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
-        if self._has_states:
-            inputs = replace(inputs, state_slots=arrays.state_slots)
-        token_types = self._input_batch.find_token_types(scheduled)
-        if token_types is not None:
-            inputs = replace(inputs, token_types=self._copier.to_device(token_types))
-        if not arrays.all_known:
-            req_indices = self._copier.to_device(arrays.req_indices)
-            inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
+            replayed = self._replay(self.graphs, scheduler_output.scheduled, arrays)
+            if replayed is not None:
+                return self._finish_replay(scheduler_output, replayed, masks)
+        return self._start_eager(scheduler_output, arrays, adapter_slots, masks)
+
+    def _finish_replay(
+        self, scheduler_output: SchedulerOutput, replayed: Tensor, masks: MaskSource | None
+    ) -> PendingStep:
+        """Sample from the logits that `_replay` returned; before the last stage, send its hidden states on."""
+        if not self._shard.is_last:
+            self._decoder.send(replayed)
+            self._receive_masks(scheduler_output, masks)
+            return NO_RESULTS
+        received = self._receive_masks(scheduler_output, masks)
+        results = [RunnerOutput() for _ in scheduler_output.scheduled]
+        return self._sample(scheduler_output.scheduled, replayed, received, results)
+
+    def _start_eager(
+        self,
+        scheduler_output: SchedulerOutput,
+        arrays: BatchArrays,
+        adapter_slots: Sequence[int | None],
+        masks: MaskSource | None,
+    ) -> PendingStep:
+        """Run the layers without a captured graph, and sample."""
+        scheduled = scheduler_output.scheduled
+        inputs = self._build_inputs(scheduled, arrays)
         rows, starts = self._select_rows(scheduled, inputs) if self._shard.is_last else (None, inputs.query_starts)
         if adapter_slots and self._adapters is not None:
             last_starts = inputs.query_starts if self._sends_last_states else starts
@@ -139,25 +144,50 @@ class Runner:
             return NO_RESULTS
         hidden = self._decoder.forward(inputs, self.caches, None if self._sends_last_states else rows)
         collected = [hidden] if self._sends_last_states else self._decoder.collected
-        if self._sends_last_states and rows is not None:
-            hidden = hidden[rows]
-        self._add_known_logprobs(scheduled, starts, hidden, adapter_slots, results)
-        vectors = self._compute_vectors(scheduled, starts, hidden)
         if not self._shard.is_output:
             collected = []
-        sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
-        if not sampled:
-            pending = PendingStep(lambda: True, lambda: results) if self._shard.is_output else NO_RESULTS
-            return add_hidden_states(add_vectors(pending, vectors), collected, inputs.query_starts)
+        if self._sends_last_states and rows is not None:
+            hidden = hidden[rows]
+        results = [RunnerOutput() for _ in scheduled]
+        self._add_known_logprobs(scheduled, starts, hidden, adapter_slots, results)
+        vectors = self._compute_vectors(scheduled, starts, hidden)
+        if any(chunk.sample for chunk in scheduled):
+            logits = self._compute_sampled_logits(scheduled, starts, hidden, adapter_slots)
+            pending = self._sample(scheduled, logits, self._receive_masks(scheduler_output, masks), results)
+        elif self._shard.is_output:
+            pending = PendingStep(lambda: True, lambda: results)
+        else:
+            pending = NO_RESULTS
+        return add_hidden_states(add_vectors(pending, vectors), collected, inputs.query_starts)
+
+    def _build_inputs(self, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> StepInputs:
+        """Copy the inputs of an eager step to the device."""
+        inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
+        if self._has_states:
+            inputs = replace(inputs, state_slots=arrays.state_slots)
+        token_types = self._input_batch.find_token_types(scheduled)
+        if token_types is not None:
+            inputs = replace(inputs, token_types=self._copier.to_device(token_types))
+        if not arrays.all_known:
+            req_indices = self._copier.to_device(arrays.req_indices)
+            inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
+        return inputs
+
+    def _compute_sampled_logits(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        starts: Sequence[int],
+        hidden: Tensor,
+        adapter_slots: Sequence[int | None],
+    ) -> Tensor:
+        """Compute the logits of the tokens after which an id is sampled. starts: from `_select_rows`."""
         sampled_rows = find_sampled_rows(scheduled, starts[1:])
         if len(sampled_rows) < len(hidden):
             hidden = hidden[self._copier.to_device(np.array(sampled_rows))]
         if adapter_slots and self._adapters is not None:
             logits_starts = [0, *accumulate(chunk.num_samples for chunk in scheduled)]
             self._adapters.layers.begin_logits(adapter_slots, logits_starts, self._copier.device)
-        logits = self._decoder.logits(hidden)
-        pending = self._sample(scheduled, sampled, logits, self._receive_masks(scheduler_output, masks), results)
-        return add_hidden_states(add_vectors(pending, vectors), collected, inputs.query_starts)
+        return self._decoder.logits(hidden)
 
     def _load_adapters(self, scheduler_output: SchedulerOutput) -> list[int | None]:
         """Load the adapters of new requests into their slots. Returns the slot of each scheduled sequence; empty if the
@@ -242,11 +272,9 @@ class Runner:
                 return graphs.logits(arrays, received)
             logits = graphs.logits(arrays.split(), received)
             rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
-            return (
-                logits
-                if len(rows) == num_tokens or not self._shard.is_last
-                else logits[self._copier.to_device(np.array(rows))]
-            )
+            if len(rows) == num_tokens or not self._shard.is_last:
+                return logits
+            return logits[self._copier.to_device(np.array(rows))]
         rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
         if rows and graphs.can_run(arrays, len(rows)):
             return graphs.mixed_logits(arrays, rows, self._decoder.receive(num_tokens))
@@ -312,10 +340,9 @@ class Runner:
             known_ids = self._input_batch.known_ids(chunk.req_index)
             chunk_end = chunk.start + chunk.count
             if self._input_batch.wants_prompt_logprobs(chunk):
+                rows = hidden[start:]
                 next_ids = known_ids[chunk.start + 1 : min(chunk_end + 1, request.num_prompt)]
-                result.prompt_logprobs = self._find_logprobs(
-                    hidden[start:], next_ids, request.prompt_logprobs, (), result
-                )
+                result.prompt_logprobs = self._find_logprobs(rows, next_ids, request.prompt_logprobs, (), result)
             if chunk.logprobs_start is not None:
                 next_ids = known_ids[chunk.logprobs_start + 1 : chunk_end + 1]
                 rows = hidden[end - (chunk_end - chunk.logprobs_start) :]
@@ -337,18 +364,18 @@ class Runner:
     def _sample(
         self,
         scheduled: Sequence[ScheduledTokens],
-        sampled: Sequence[int],
         logits: Tensor,
         masks: Mapping[int, Mask],
         results: list[RunnerOutput],
     ) -> PendingStep:
-        """Sample the next tokens of the requests at `sampled` in `scheduled`, including those after drafts. masks:
-        grammar masks by sample number. logits: (tokens after which an id is sampled, shard of vocabulary)."""
+        """Sample the next tokens of the requests that sample, including those after drafts. masks: grammar masks by
+        sample number. logits: (tokens after which an id is sampled, shard of vocabulary)."""
         rows: list[SampleRow] = []
         req_indices = []
         errors: dict[int, str] = {}  # rows where the grammar leaves nothing to sample
-        for index in sampled:
-            chunk = scheduled[index]
+        for chunk in scheduled:
+            if not chunk.sample:
+                continue
             request = self._input_batch[chunk.req_index]
             num_output = chunk.start + chunk.count - request.num_prompt
             for num_known in range(num_output - len(chunk.draft_ids), num_output + 1):
@@ -367,27 +394,7 @@ class Runner:
             return NO_RESULTS
 
         def finish() -> list[RunnerOutput]:
-            tokens = output.finish()
-            for row in errors:
-                tokens[row] = None
-            row = 0
-            for index in sampled:
-                draft_ids = scheduled[index].draft_ids
-                if results[index].error is None:
-                    next_tokens = tokens[row + 1 : row + 1 + len(draft_ids)] if draft_ids else ()
-                    error = errors.get(row, NOT_FINITE)
-                    add_sampled_tokens(results[index], tokens[row], draft_ids, next_tokens, error)
-                    results[index].is_contradiction = results[index].error == NOTHING_LEFT
-                row += 1 + len(draft_ids)
+            add_sampled_tokens(results, scheduled, output.finish(), errors)
             return results
 
         return PendingStep(output.is_ready, finish)
-
-
-def _build_sampler(
-    vocabulary: VocabParallelLogits, copier: DeviceCopier, on_device: bool
-) -> Sampler | VocabParallelSampler | DeviceSampler:
-    if on_device:
-        return DeviceSampler(vocabulary, choose_device_sampling(copier.device), copier)
-    sampler = Sampler(vocabulary.size, vocabulary.kernels)
-    return VocabParallelSampler(sampler, vocabulary) if vocabulary.is_sharded else sampler

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from serve_llm.engine.sampling.grammar_mask import NOTHING_LEFT
 from serve_llm.engine.sampling.sampler import SampledToken
 from serve_llm.engine.scheduler.output import RunnerOutput, ScheduledTokens
+
+NOT_FINITE = "the model's logits are not finite"
 
 
 def find_sampled_rows(scheduled: Sequence[ScheduledTokens], ends: Sequence[int]) -> list[int]:
@@ -14,6 +17,30 @@ def find_sampled_rows(scheduled: Sequence[ScheduledTokens], ends: Sequence[int])
 
 
 def add_sampled_tokens(
+    results: Sequence[RunnerOutput],
+    scheduled: Sequence[ScheduledTokens],
+    tokens: Sequence[SampledToken | None],
+    errors: Mapping[int, str],
+) -> None:
+    """Add the tokens of a step to its results, which have the order of `scheduled`.
+
+    tokens: one per sampled row; None where the logits are not finite. errors: why nothing may be sampled in a row."""
+    allowed = list(tokens)
+    for row in errors:
+        allowed[row] = None
+    row = 0
+    for chunk, result in zip(scheduled, results, strict=True):
+        if not chunk.sample:
+            continue
+        next_row = row + 1 + len(chunk.draft_ids)
+        if result.error is None:
+            error = errors.get(row, NOT_FINITE)
+            _add_accepted_tokens(result, allowed[row], chunk.draft_ids, allowed[row + 1 : next_row], error)
+            result.is_contradiction = result.error == NOTHING_LEFT
+        row = next_row
+
+
+def _add_accepted_tokens(
     result: RunnerOutput,
     token: SampledToken | None,
     draft_ids: Sequence[int],

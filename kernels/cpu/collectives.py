@@ -27,7 +27,7 @@ class Group(ctypes.Structure):
     )
 
 
-class Silent(Exception):
+class RankTimeout(Exception):
     """A rank was silent for too long."""
 
     def __init__(self, rank: int) -> None:
@@ -65,13 +65,14 @@ class Collectives:
     def all_reduce(self, x: Tensor) -> None:
         """x becomes the sum of all ranks' x, added in rank order in float32 and rounded once.
 
-        x: contiguous, float32 or bfloat16. Raises WindowClosed and Silent.
+        x: contiguous, float32 or bfloat16. Raises WindowClosed and RankTimeout.
         """
         if result := self._sum(self._address, x.data_ptr(), x.numel(), x.dtype == torch.bfloat16):
             raise _failure(result)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x (contiguous, any dtype), in rank order: (ranks, *x.shape). Raises WindowClosed and Silent."""
+        """Gather every rank's x (contiguous, any dtype), in rank order: (ranks, *x.shape). Raises WindowClosed and
+        RankTimeout."""
         parts = torch.empty((len(self._windows), *x.shape), dtype=x.dtype)
         if result := self._gather(self._address, x.data_ptr(), parts.data_ptr(), x.nbytes):
             raise _failure(result)
@@ -79,4 +80,4 @@ class Collectives:
 
 
 def _failure(result: int) -> Exception:
-    return WindowClosed() if result == CLOSED else Silent(result - 1)
+    return WindowClosed() if result == CLOSED else RankTimeout(result - 1)

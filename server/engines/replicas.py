@@ -111,7 +111,7 @@ class Replicas:
             if tracked.is_placed and tracked.engine in lost:
                 self._quarantine.record_loss(tracked, was_computed=tracked.request.id in lost[tracked.engine])
                 tracked.begin_replay(now, str(cause))
-                tracked.take_back(self.next_id())
+                tracked.prepare_resubmission(self.next_id())
         culprit = self._quarantine.find_culprit(lost)
         if culprit is not None:
             del self._open[culprit.id]
@@ -159,7 +159,7 @@ class Replicas:
         for tracked in moved:
             self._quarantine.release(tracked)
             tracked.begin_replay(now, f"engine {index} is removed")
-            tracked.take_back(self.next_id())
+            tracked.prepare_resubmission(self.next_id())
         self._place_waiting()
 
     def give_up(self, cause: ServeError) -> None:
@@ -265,5 +265,5 @@ class Replicas:
             return
         if tracked.id in self._open and any(map(self._quarantine.is_suspect, self._open.values())):
             self._withdraw([tracked])  # the next suspect needs an engine to itself
-            tracked.take_back(self.next_id())
+            tracked.prepare_resubmission(self.next_id())
         self._place_waiting()

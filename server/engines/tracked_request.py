@@ -121,7 +121,7 @@ class TrackedRequest:
             self.replays[-1].ended_at = now
             self.replays[-1].next_engine = self.engine
 
-    def take_back(self, new_id: int) -> None:
+    def prepare_resubmission(self, new_id: int) -> None:
         """Prepare `request` for submission to the next engine. Ids that were received are not generated again."""
         self.is_placed = False
         sampling = self.request.sampling

@@ -13,7 +13,7 @@ from parts import common
 from parts.engine_steps import prompt
 from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.loop import EngineCore
-from serve_llm.engine.worker.graphs import ladder
+from serve_llm.engine.worker.graphs import list_decode_sizes
 from support.engine import make_engine
 
 STEPS_OF_A_SIZE = 3  # the first is eager, the second captures, the third replays
@@ -24,7 +24,7 @@ def capture_ladder(engine: EngineCore, batch: int) -> list[int]:
     """Numbers of sequences that were decoded together: so many, and fewer by and by."""
     requests = []
     for number in range(batch):
-        later = sum(size > number for size in ladder(batch))  # sizes in whose steps this sequence is computed
+        later = sum(size > number for size in list_decode_sizes(batch))  # sizes whose steps compute this sequence
         tokens = 2 + STEPS_OF_A_SIZE * later
         requests.append(Request(id=number, prompt_ids=prompt(16, number), sampling=sampling(tokens)))
     engine.add_requests(requests)
@@ -53,7 +53,7 @@ def main() -> None:
     engine = make_engine(Path(here.folder(LLAMA_8B)), **{**options, **planned, "max_num_seqs": batch})
     before = (0, 0) if here.rehearse else used_bytes()
     seen = capture_ladder(engine, batch)
-    sizes = set(ladder(batch))
+    sizes = set(list_decode_sizes(batch))
     here.report.check("every size of the ladder was decoded", all(seen.count(size) >= 2 for size in sizes))
     if here.rehearse:
         here.report.not_run("memory of the graphs", "there is no GPU")

@@ -98,7 +98,7 @@ def test_the_whole_ladder_is_captured(tiny: Any) -> None:
         kv_cache_memory="64MiB",
     )
     seen = memory.capture_ladder(engine, 18)
-    assert all(seen.count(size) >= 2 for size in memory.ladder(18))
+    assert all(seen.count(size) >= 2 for size in memory.list_decode_sizes(18))
 
 
 class FakeLLM:

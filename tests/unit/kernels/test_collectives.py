@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.cpu.collectives import Collectives, Silent, WindowClosed
+from serve_llm.kernels.cpu.collectives import Collectives, RankTimeout, WindowClosed
 
 COMPILED = library.find()
 pytestmark = pytest.mark.skipif(COMPILED is None, reason="without a compiled library")
@@ -166,7 +166,7 @@ def test_a_late_rank_wakes_the_one_that_sleeps_and_waiting_takes_no_core() -> No
 
 
 def test_a_silent_rank_is_named() -> None:
-    with pytest.raises(Silent) as found:
+    with pytest.raises(RankTimeout) as found:
         Windows(2, 64).rank(0, seconds=0.01).all_gather(torch.ones(3))
     assert found.value.rank == 1
 

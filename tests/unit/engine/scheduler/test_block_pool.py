@@ -14,7 +14,7 @@ def test_cached_blocks_are_taken_last_and_least_recently_used_first() -> None:
     pool = BlockPool(4)
     blocks = [pool.allocate() for _ in range(3)]
     for block, name in zip(blocks, "abc", strict=True):
-        pool.remember(block, key(name))
+        pool.cache_block(block, key(name))
     for block in (blocks[1], blocks[0], blocks[2]):
         pool.release(block)
     blank = pool.allocate()
@@ -28,7 +28,7 @@ def test_cached_blocks_are_taken_last_and_least_recently_used_first() -> None:
 def test_a_shared_block_is_free_only_when_all_let_go() -> None:
     pool = BlockPool(2)
     block = pool.allocate()
-    pool.remember(block, key("a"))
+    pool.cache_block(block, key("a"))
     pool.acquire(block)
     pool.release(block)
     assert pool.num_free == 1 and not pool.is_free(block)

@@ -16,7 +16,7 @@ from torch import Tensor
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.transfer import DeviceCopier
-from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, ladder, mixed_sequences
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, mixed_sequences
 from serve_llm.engine.worker.graphs import Captured, PackedShape, StepGraphs
 from serve_llm.engine.worker.input_batch import BatchArrays
 
@@ -25,7 +25,7 @@ GROUPS = (GroupLayout(4, None), GroupLayout(8, 6))
 
 @given(st.integers(1, 3000))
 def test_the_ladder_reaches_from_one_to_the_most(most: int) -> None:
-    sizes = ladder(most)
+    sizes = list_decode_sizes(most)
     assert sizes[0] == 1 and sizes[-1] == most and sizes == sorted(set(sizes))
     assert all(above <= max(2 * below, below + 64) for below, above in itertools.pairwise(sizes))
     assert len(sizes) <= 20 + most // 64
@@ -219,7 +219,7 @@ def test_which_steps_with_prompts_have_a_graph() -> None:
     beyond = dataclasses.replace(crossing, context_lens=crossing.context_lens + 8)
     assert not graphs.can_run(beyond, 1), "two chunks are two sequences"
     assert mixed_sequences(256) == [16, 64, 256] and mixed_sequences(20) == [16, 20] and mixed_sequences(1) == [1]
-    assert graphs.num_sizes == len(ladder(20)) + 2 * len(MIXED_TOKENS)
+    assert graphs.num_sizes == len(list_decode_sizes(20)) + 2 * len(MIXED_TOKENS)
 
 
 def test_as_many_sequences_as_there_may_be_leave_room_for_padding() -> None:
