@@ -35,11 +35,11 @@ class Lengths:
 
     query_starts: Tensor  # (sequences + 1,) int32
     context_lens: Tensor  # (sequences,) int32; 0 for a padding sequence, whose results are 0
-    # What a backend has derived from the lengths, for the other layers with the same KV; its own keys and values.
+    # A backend's cache of values derived from the lengths, shared by the layers with the same KV layout.
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def without_plans(self) -> Lengths:
-        """The same lengths for another pass over the layers: they may have changed in place."""
+        """Copy for another pass over the layers, because the lengths may have changed in place."""
         return Lengths(self.query_starts, self.context_lens)
 
 
@@ -55,7 +55,7 @@ def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor)
     """
     block_size = cache.shape[3]
     is_padding = slots < 0 if slots.is_cuda else None
-    if is_padding is not None:  # write the first token again instead of filtering, which would wait for the device
+    if is_padding is not None:  # writes the first token again, because filtering would synchronise with the device
         slots = torch.where(is_padding, slots[0], slots)
     blocks = slots // block_size
     offsets = slots % block_size
@@ -157,13 +157,13 @@ class _ScoreParams:
 
 @dataclass(frozen=True)
 class _KeySpan:
-    """Consecutive queries of one sequence, and the key tiles that any of them sees."""
+    """Consecutive queries of one sequence, and the key tiles that at least one of them sees."""
 
     sequence: int
     token: int  # index of the first query
     position: int  # position of the first query
     num_queries: int
-    lowest: int  # first key position that any query sees; the last is that of the last query
+    lowest: int  # first key position that any query sees; the last one is the position of the last query
     first_tile: int
     num_tiles: int
     window: int | None
@@ -249,7 +249,7 @@ def _measure_distances(spans: list[_KeySpan], starts: list[int], length: int, de
 
 
 def _as_indexable(tensor: Tensor) -> Tensor:
-    """The tensor, or its bytes if it is in fp8, which torch cannot index."""
+    """View an fp8 tensor, which torch cannot index, as bytes; return others unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype == cache_fp8.DTYPE else tensor
 
 
@@ -264,7 +264,7 @@ def _gather_tile(
     num_blocks = length // block_size
     columns = torch.tensor(starts, device=table.device)[:, None] // block_size
     columns = columns + torch.arange(num_blocks, device=table.device)
-    columns.clamp_(max=table.shape[1] - 1)  # beyond the table is beyond the context, so masked
+    columns.clamp_(max=table.shape[1] - 1)  # positions beyond the table are beyond the context, hence masked
     numbers = table[: len(spans)].gather(1, columns).flatten()
     blocks = _as_indexable(cache).index_select(0, numbers).view(cache.dtype)
     blocks = blocks.view(len(spans), num_blocks, parts, kv_heads, block_size, -1)

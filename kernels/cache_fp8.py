@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 DTYPE = torch.float8_e4m3fn
-LARGEST = 448.0  # larger magnitudes are stored as this
+LARGEST = 448.0  # larger magnitudes are clamped to this
 
 
 def quantise(x: Tensor) -> Tensor:

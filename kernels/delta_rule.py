@@ -1,7 +1,7 @@
 """Gated DeltaNet (arXiv:2412.06464) between its projections: the convolution and the gated delta rule.
 
-Computes token by token from a state, never in chunks, so that a result does not depend on how a prompt is divided into
-steps, nor on the other sequences.
+Computes token by token from a state, never in chunks, so that results depend neither on how a prompt is divided into
+steps nor on other sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of encoders: every token attends to all tokens of its prompt, or to those near it. No KV cache.
+"""Attention of encoders: every token attends to all tokens of its prompt, or to nearby ones. No KV cache.
 
 Each prompt is computed alone, so its bits do not depend on the others in the batch.
 """
@@ -60,7 +60,7 @@ def encoder_attention(
 def _attend_with_alibi(
     query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor, seen: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention head by head, because the bias of a head takes as much memory as its scores.
+    """Compute attention head by head, because the bias of a head takes as much memory as its scores.
 
     query, key, value: (1, heads, length, head_dim). seen: see `_near`; None: each query attends to all
     keys."""
@@ -78,6 +78,6 @@ def _attend_with_alibi(
 
 
 def _near(length: int, window: int, device: torch.device) -> Tensor:
-    """Which keys each query attends to: (length, length) bool."""
+    """Build the mask of the keys that each query attends to: (length, length) bool."""
     positions = torch.arange(length, device=device)
     return (positions[:, None] - positions).abs() < window

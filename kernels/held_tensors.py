@@ -1,4 +1,4 @@
-"""Finds what an object holds in memory, whatever its class."""
+"""Finds the tensors that an object of any class holds in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 
 from torch import Tensor
 
-# Fields that each call sets: they describe its rows.
+# Fields that are set by each call to describe its rows.
 PER_CALL = {"x", "x_row", "x_scale", "x_bf16", "rows", "y", "y_bf16"}
 
 
@@ -19,8 +19,8 @@ def find_tensors(model: object, without: Iterable[object] = ()) -> Iterator[Tens
 
 
 def describe_structures(model: object) -> str:
-    """The arguments of compiled kernels that are reachable from `model`, without addresses and those of a call: equal
-    for layers that differ in the contents of their tensors only. Empty if there are none."""
+    """Describe the arguments of compiled kernels reachable from `model`, without addresses and per-call fields, so that
+    layers that differ only in the contents of their tensors are equal. Empty if there are none."""
     return ", ".join(_describe(item) for item in _walk(model) if isinstance(item, ctypes.Structure))
 
 

@@ -14,8 +14,8 @@ MADV_HUGEPAGE = 14  # <linux/mman.h>
 def use_huge_pages(tensor: Tensor) -> None:
     """Request huge pages for a dense tensor before its first write.
 
-    Pages are still allocated on first use, 2 MiB at a time. Partial pages at either end stay small. Does nothing on
-    systems without huge pages."""
+    Pages are still allocated on first use, 2 MiB at a time. Partial huge pages at either end use small pages. Does
+    nothing on systems without huge pages."""
     begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if sys.platform == "linux" and begin < end:

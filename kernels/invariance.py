@@ -1,8 +1,8 @@
 """The self-check of linear layers on a CPU: a row's bits must not depend on the rows that it is computed with.
 
-Which code a matrix library runs for a product depends on the processor and on the number of rows, so a list of
-processors would not do. Each new shape of layer is tried for a few milliseconds on the machine where it will run. A
-layer that fails is always called with one fixed number of rows, and a log line says so.
+Which code a matrix library runs for a product depends on the processor and on the number of rows, so a fixed list of
+processors would not be enough. Each new shape of layer is tested for a few milliseconds on the machine where it will
+run. A layer that fails is always called with a fixed number of rows, and a log line says so.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SIZES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 48, 64, 65, 96, 128, 129, 
 MOST_ROWS = 256  # rows in the batch that all others are compared with
 FEWEST_ROWS = 4
 START_COST = 25 * 10**7  # multiplications of the largest batch at start: milliseconds
-FIXED_ROWS = (32, 1)  # tried in this order; 32 rows still take little longer than one where weights come from memory
+FIXED_ROWS = (32, 1)  # tried in this order; 32 rows take little longer than one if weights come from memory
 
 Layer = Callable[[Tensor], Tensor]  # x: (rows, inputs) -> (rows, outputs)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a library chooses its code for a layer by."""
+    """The properties by which a library chooses its code for a layer."""
 
     route: str
     outputs: int
@@ -60,9 +60,9 @@ class Guard:
         self._fixed: dict[tuple[LayerKind, int], int | None] = {}  # by kind and number of threads
 
     def make_invariant(self, layer: Layer, kind: LayerKind, batch_size: int | None = None) -> Layer:
-        """Return the layer itself if it is batch invariant, else the layer in pieces of a fixed number of rows.
+        """Return the layer if it is batch invariant, else a wrapper that calls it with a fixed number of rows.
 
-        batch_size: the number of rows that SIZES are compared with; None: as many as take milliseconds.
+        batch_size: number of rows that SIZES are compared with; None: as many as take a few milliseconds.
         """
         if kind.outputs * kind.inputs == 0:
             return layer
@@ -94,7 +94,7 @@ def _find_fixed_rows(layer: Layer, kind: LayerKind, batch_size: int | None) -> i
 
 
 def differing_sizes(layer: Layer, kind: LayerKind, batch_size: int, sizes: Sequence[int] = SIZES) -> list[int]:
-    """Return those of `sizes` below batch_size with which rows have other bits than in a batch of batch_size rows."""
+    """Return those of `sizes` below batch_size for which rows have other bits than in a batch of batch_size rows."""
     x = torch.randn((batch_size, kind.inputs), generator=torch.Generator().manual_seed(0)).to(kind.dtype)
     whole = layer(x)
     found = []

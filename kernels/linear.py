@@ -43,14 +43,14 @@ def pack(
     """Build the layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; on their final device.
 
     beside: weights of the same inputs and dtype, whose outputs follow those of `weight`; the bias covers all outputs.
-    The caller drops the weights afterwards: the result may hold a copy in another layout. There may be no outputs or no
-    inputs; without inputs the result is the bias, or zeros. guard: the model's, which tries each kind of layer once;
-    None: try this layer by itself.
+    The caller should drop the weights afterwards, because the result may hold a copy in another layout. There may be no
+    outputs or no inputs; without inputs the result is the bias, or zeros. guard: the model's, which tries each kind of
+    layer once; None: try this layer by itself.
     """
     weight = torch.cat((weight, *beside)) if beside else weight.contiguous()
     if weight.numel() == 0 or weight.device.type != "cpu":
         return Functional(weight, bias)
-    # Limits the time for trying the layer. Only large layers get few rows, and for them few rows are enough.
+    # Limits the time of the test. Only large layers are tested with few rows, which are enough for them.
     most_rows = few_sizes(min(max(TRIAL_COST // weight.numel(), FEWEST_ROWS), MOST_ROWS))
     if _onednn_works(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
@@ -93,7 +93,7 @@ class _OneDNNLinear:
 
 @dataclass(frozen=True)
 class Functional:
-    """The weight as it is: (outputs, inputs)."""
+    """The unchanged weight: (outputs, inputs)."""
 
     weight: Tensor
     bias: Tensor | None

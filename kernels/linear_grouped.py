@@ -1,4 +1,4 @@
-"""Weights of few bits with a scale per group of inputs, multiplied in floating point. Knows tensors only.
+"""Low-bit weights with a scale per group of inputs, multiplied in floating point.
 
 The definition converts such a weight to the dtype of the model once, which is exact up to rounding and takes as much
 memory as a weight of that dtype. `kernels.cpu.linear_grouped` and `kernels.triton.linear_grouped` keep it packed.
@@ -39,7 +39,7 @@ class GroupedWeight:
     divisors: Tensor | None = None  # (outputs,) float32; None: all one. Not together with minimums
     table: Tensor | None = None  # (16,) float32, with 4 bits
     is_float8: bool = False  # codes are float8_e4m3fn, with 8 bits
-    offset: int = 0  # inputs of the first group that this part of a matrix lacks
+    offset: int = 0  # inputs of the first group that precede this part of a matrix
     order: Tensor | None = None  # (inputs,) int64: column k multiplies number order[k] of the input; None: number k
 
     @property
@@ -70,7 +70,7 @@ class GroupedWeight:
         return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums, offset=offset)
 
     def is_like(self, other: GroupedWeight) -> bool:
-        """Whether the rows of both can be one weight."""
+        """Whether the rows of both can be concatenated to one weight."""
         for one in fields(self):
             mine = getattr(self, one.name)
             theirs = getattr(other, one.name)
@@ -116,8 +116,7 @@ def build_e2m1_table(device: torch.device) -> Tensor:
 
 
 def spread_nan(weight: GroupedWeight) -> Tensor:
-    """The scales of a weight, for kernels that take every code for a number: NaN for a group with NaN among its
-    codes."""
+    """The scales of a weight for kernels that treat every code as a number: NaN for groups that contain a NaN code."""
     if not weight.is_float8:
         return weight.scales
     is_nan = (weight.codes & FLOAT8_NAN) == FLOAT8_NAN
@@ -130,13 +129,14 @@ def spread_nan(weight: GroupedWeight) -> Tensor:
 
 
 def find_scale_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
-    """The narrowest dtype that holds scales, zero points and minimums exactly; 8 bits only where they come in them."""
+    """The narrowest dtype that holds scales, zero points and minimums exactly; 8 bits only if they are stored in 8
+    bits."""
     present = [one for one in tensors if one is not None]
     first = present[0]
     if len(present) == 1 and first.dtype == torch.float8_e8m0fnu:
         return first.dtype
     if len(present) == 1 and first.dtype == torch.float8_e4m3fn and not first.float().isnan().any():
-        return first.dtype  # the kernels know no NaN of this type
+        return first.dtype  # the kernels do not support NaN of this type
     for dtype in (torch.float16, torch.bfloat16):
         if all(_fits(one.float(), dtype) for one in present):
             return dtype
@@ -149,7 +149,7 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def merge_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """The rows of the first weight, then those of the second, and so on. All must be alike."""
+    """Concatenate the rows of the weights, which must be alike."""
     first = weights[0]
 
     def merge(parts: Sequence[Tensor | None]) -> Tensor | None:

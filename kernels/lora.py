@@ -1,6 +1,6 @@
-"""What LoRA adapters (arXiv:2106.09685) add to the outputs of a linear layer: the contract of kernels for it.
+"""The contract of kernels that add LoRA adapters (arXiv:2106.09685) to the outputs of a linear layer.
 
-Where there is no such kernel, the layer's adapters are products of ordinary linear kernels (`engine.model.lora`).
+Without such a kernel, adapters are computed with ordinary linear kernels (`engine.model.lora`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LoRAProduct: TypeAlias = Any  # an adapter's weights for one layer, in the form 
 
 @dataclass(frozen=True, eq=False)
 class OutputScale:
-    """What DoRA (arXiv:2402.09353) does to a layer's own outputs."""
+    """The effect of DoRA (arXiv:2402.09353) on a layer's own outputs."""
 
     factor: Tensor  # (outputs,) float32
     offset: Tensor | None  # (outputs,) float32: (1 - factor) * bias, so that the bias stays as it is
@@ -43,7 +43,7 @@ class LoRAKernels(Protocol):
         """down: (columns, inputs). The caller drops the weights afterwards."""
 
     def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[LoRAProduct, Tensor | None]]) -> None:
-        """Add to y (rows, outputs) what each product makes of its rows of x (rows, inputs).
+        """Add each product with its rows of x (rows, inputs) to y (rows, outputs).
 
         groups: the products, each with the indices, (n,) int64, of its rows; None: all rows. No row is in two groups.
         The bits of a row depend on its own numbers alone.

@@ -1,8 +1,8 @@
 """Mixture of experts: each token goes through a few experts, and their weighted results are summed.
 
 This version computes one expert at a time: it gathers the expert's tokens and applies its two linear layers. Each
-token's results are summed in the order of its experts, so a row's bits depend on that row alone wherever those of
-`kernels.linear` do.
+token's results are summed in the order of its experts, so a row's bits depend on that row alone if that is true of
+`kernels.linear`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Experts(Protocol):
-    """Computes the sum of weight * last(activation(first(x))) over each token's experts that are local.
+    """Computes the sum of weight * last(activation(first(x))) over each token's local experts.
 
     x: (tokens, hidden_size). weights, experts: (tokens, top_k) float32 and int64; a token's experts are all different.
     Returns (tokens, hidden_size) in x's dtype; summed in float32, rounded once."""
 
-    reads_back: bool  # on a GPU, the host waits for the numbers of rows of the experts
+    reads_back: bool  # on a GPU, the host waits for the experts' row counts
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
 
@@ -39,22 +39,22 @@ class PackedExperts(Experts, Protocol):
 
 
 class HeldExpert(NamedTuple):
-    """The weights of an expert in memory. They may be overwritten by those of another expert of the same form."""
+    """The tensors of an expert's weights, which may be overwritten with those of another expert of the same form."""
 
     tensors: list[Tensor]
-    form: str  # everything else that the kernels know of the expert
+    form: str  # all other kernel parameters of the expert
     is_compiled: bool  # the weights are a copy, in the layout of our own kernels
 
 
 class ExpertAdapters(Protocol):
-    """What LoRA adapters add to the layers of the local experts."""
+    """LoRA adapters of the local experts' layers."""
 
     @property
     def is_used(self) -> bool:
         """Whether the step has rows with an adapter that changes an expert."""
 
     def add_to_first(self, expert: int, y: Tensor, x: Tensor, tokens: Tensor) -> None:
-        """Add to y, (rows, outputs), what belongs to it in x, (rows, inputs).
+        """Add the adapters' products with x, (rows, inputs), to y, (rows, outputs).
 
         expert: index among the local ones. tokens: (rows,) int64, indices of the tokens of the step."""
 

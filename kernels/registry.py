@@ -73,7 +73,7 @@ class Kernels:
     pack_grouped_table: Callable[[GroupedWeight, Tensor | None, torch.dtype], table.Table]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     pack_experts: Callable[..., moe.PackedExperts]
-    lora: LoRAKernels | None = None  # None: the products of adapters are linear layers
+    lora: LoRAKernels | None = None  # None: adapters are computed with linear layers
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
 
 
@@ -111,7 +111,7 @@ PORTABLE = Kernels(
     pack_experts=moe.pack_experts,
 )
 
-ATTENTION_BACKENDS = (  # beside Triton, which is the base; a later one is taken rather than an earlier one
+ATTENTION_BACKENDS = (  # in addition to Triton, the base; later ones take precedence
     AttentionBackend("FlashAttention-3", "flash", flash_attention.offer),
 )
 
@@ -166,8 +166,8 @@ def choose(
 
 
 def choose_for_gpu(features: Features, attention_backend: str) -> Kernels | str:
-    """Lay the kernels of other backends over Triton's, or say why Triton's cannot be used. Log which backend computes
-    attention, and why others do not. attention_backend, errors: see `choose`."""
+    """Override Triton's kernels by those of other backends, or return why Triton's cannot be used. Log which backend
+    computes attention, and why others do not. attention_backend, errors: see `choose`."""
     kernels = with_triton(features.batch_invariant)
     if isinstance(kernels, str):
         if attention_backend != "auto":
@@ -191,7 +191,7 @@ def choose_for_gpu(features: Features, attention_backend: str) -> Kernels | str:
 
 
 def with_triton(batch_invariant: bool) -> Kernels | str:
-    """Kernels with Triton's among them, or why they cannot be used."""
+    """Return kernels including Triton's, or the reason why they cannot be used."""
     offer = triton_kernels.offer(batch_invariant)
     if isinstance(offer, str):
         return offer
@@ -199,9 +199,11 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
 
 
 def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
-    """Kernels with the compiled ones at `path` among them, or why they cannot be used."""
+    """Return kernels including the compiled ones at `path`, or the reason why they cannot be used."""
     if path is None:
-        return "there was no C++ compiler (g++ 10 or newer) when serve-llm was installed; install one and repeat"
+        return (
+            "there was no C++ compiler (g++ 10 or newer) when serve-llm was installed; install one and serve-llm again"
+        )
     if dtype not in library.DTYPES:
         return f"no kernel was compiled for {dtype}"
     try:
@@ -278,14 +280,14 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
 
 
 def _find_grouped_packer(found: library.Library) -> GroupedPacker | None:
-    """None if the library was compiled from sources without it."""
+    """Return None if the library was compiled from sources without it."""
     with contextlib.suppress(OSError, AttributeError):
         return GroupedPacker(found)
     return None
 
 
 def choose_sampling(device: torch.device) -> SamplingKernels:
-    """The fastest version that runs on the device. `choose` logs it if there are no compiled kernels."""
+    """Return the fastest version for the device. `choose` logs a warning if there are no compiled kernels."""
     if device.type != "cpu":
         return SyncSampling(choose_device_sampling(device))
     path = library.find()
@@ -296,7 +298,7 @@ def choose_sampling(device: torch.device) -> SamplingKernels:
 
 
 def choose_device_sampling(device: torch.device) -> DeviceSampling:
-    """The fastest version whose results stay on the device: Triton on a GPU, the definition in torch elsewhere."""
+    """Return the fastest version whose results stay on the device: Triton on a GPU, the torch definition elsewhere."""
     if device.type != "cuda":
         return torch_sampling
     from serve_llm.kernels.triton import sampling as triton_sampling

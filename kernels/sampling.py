@@ -99,7 +99,7 @@ class DeviceSampling(Protocol):
         """(rows,) int64, as `SamplingKernels.sample`. draws: (rows, 5) float64, columns as in `Draw`.
 
         sampled: False if the caller knows that every row is greedy. filtered: False if it knows that no row uses top_k,
-        top_p or min_p. Both only save work.
+        top_p or min_p. Both are optimisations only.
         """
 
     def log_softmax_gather(self, logits: Tensor, ids: Tensor, k: int, /) -> LogSoftmax:

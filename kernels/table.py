@@ -1,5 +1,5 @@
-"""A packed matrix that is multiplied as a linear layer and whose rows are looked up: an LM head and the embedding that
-is tied to it, or either of them alone. Knows tensors only.
+"""A packed matrix that is used both as a linear layer and for row look-ups: an LM head and the embedding tied to it, or
+either of them alone.
 
 The versions here are the definition: they hold the matrix once for each use. `kernels.cpu` holds it once.
 """
@@ -24,7 +24,7 @@ LookUp = Callable[[Tensor], Tensor]  # (rows,) int64 -> (rows, inputs)
 
 class Table(NamedTuple):
     multiply: Linear
-    look_up: LookUp  # in the dtype of the model; any ids if the matrix has no rows, and zeros then
+    look_up: LookUp  # in the model's dtype; zeros for any ids if the matrix has no rows
 
 
 def pack_int8_table(weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Table:

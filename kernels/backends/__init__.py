@@ -1,1 +1,1 @@
-"""Where a GPU's kernels come from: one module per backend, laid over each other by `kernels.registry`."""
+"""Sources of GPU kernels: one module per backend; `kernels.registry` combines them."""

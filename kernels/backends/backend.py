@@ -1,4 +1,4 @@
-"""What a model asks of a GPU's kernels, and how a backend answers."""
+"""What a model requires of a GPU's kernels, and what a backend offers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AttentionForm:
     """A kind of paged attention that a model's layers need; see `kernels.attention.paged_attention`."""
 
     head_dim: int
-    value_dim: int | None = None  # None but in a latent cache
+    value_dim: int | None = None  # None except in a latent cache
     has_window: bool = False
     has_softcap: bool = False
     has_sinks: bool = False
@@ -33,7 +33,7 @@ class Features:
     cache_dtype: torch.dtype | None = None  # the KV cache has it; None: as dtype
 
 
-Offer = Mapping[str, Any] | str  # kernels by the names of `registry.Kernels`, or why there are none
+Offer = Mapping[str, Any] | str  # kernels by field name of `registry.Kernels`, or the reason why there are none
 
 
 @dataclass(frozen=True)
@@ -44,4 +44,4 @@ class AttentionBackend:
 
 
 class UnavailableBackend(Exception):
-    """The backend that was asked for cannot be used. The message says why."""
+    """The requested backend cannot be used. The message says why."""

@@ -1,13 +1,13 @@
 """Attention by FlashAttention-3 (arXiv:2407.08608) on Hopper GPUs, in vLLM's build of it.
 
-The code is native and comes from the Hugging Face Hub by the package `kernels`, so it is only looked for where the
-extra `serve-llm[cuda]` was installed. `kernels` takes it from the Hub's cache if it is there, and refuses publishers
-that the Hub does not trust.
+The native code comes from the Hugging Face Hub through the package `kernels`, so it is used only if the extra
+`serve-llm[cuda]` is installed. `kernels` prefers the Hub's local cache, and refuses publishers that the Hub does not
+trust.
 
-It computes prompts and decodes in one launch and shares keys among the GPU's multiprocessors by a plan that it makes
-from the lengths on the device, once per step and KV group; captured steps make it anew. A row's bits depend on the rest
-of the batch. Unlike `paged_attention`, it reads what it then gives the weight 0, so the cache must hold no NaN there:
-`allocate_cache` fills it with zeros.
+It computes prompts and decodes in one launch. A plan divides keys among the GPU's multiprocessors; it is computed on
+the device from the lengths, once per step and KV group, and again in each replay of a captured step. A row's bits
+depend on the rest of the batch. Unlike `paged_attention`, it reads masked values with weight 0, so the cache must not
+contain NaN there: `allocate_cache` fills it with zeros.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.backends.backend import AttentionForm, Features, Offer
 
 REPOSITORY = "kernels-community/vllm-flash-attn3"
-REVISION = "v1"  # the branch of this version of the interface
+REVISION = "v1"  # branch with this version of the interface
 DTYPES = (torch.bfloat16, torch.float16)
 LATENT = (576, 512)  # the only head_dim and value_dim of latent caches
 TOLERANCE = 0.02  # share of the largest result: each factor is rounded to 8 bits or more
 
 
 class FlashLibrary(Protocol):
-    """What is used of the package in the Hub. Arguments are given by name."""
+    """The part of the Hub package that is used. Arguments are passed by name."""
 
     def flash_attn_with_kvcache(self, **arguments: Any) -> Tensor: ...
 
@@ -57,30 +57,30 @@ def offer(features: Features) -> Offer:
         library = load_library()
     except ImportError:
         return "the extra serve-llm[cuda] is not installed"
-    except Exception as error:  # by the network, the Hub, files in its cache, or the linker
+    except Exception as error:  # raised for the network, the Hub, files in its cache, or the linker
         return f"{REPOSITORY} cannot be loaded: {_first_line(error)}"
     paged_attention = FlashAttention(library)
     for form in sorted(features.attention_forms, key=repr):
         try:
             is_right = try_form(paged_attention, form, features)
-        except Exception as error:  # what native code does not take
-            return f"it failed when tried: {_first_line(error)}"
+        except Exception as error:  # rejected by native code
+            return f"it failed in a trial: {_first_line(error)}"
         if not is_right:
-            return f"its results were wrong when tried with heads of {form.head_dim}"
+            return f"its results were wrong in a trial with heads of {form.head_dim}"
     return {"paged_attention": paged_attention}
 
 
 def load_library() -> FlashLibrary:
-    """Raises ImportError without the package `kernels`, and whatever that raises."""
+    """Raises ImportError without the package `kernels`, and anything that the package raises."""
     get_kernel = getattr(importlib.import_module("kernels"), "get_kernel", None)
     if get_kernel is None:
-        raise ImportError("another package is called kernels")
+        raise ImportError("a different package is called kernels")
     library: FlashLibrary = get_kernel(REPOSITORY, revision=REVISION)
     return library
 
 
 class FlashAttention:
-    """A version of `kernels.attention.paged_attention`, without ALiBi."""
+    """A version of `kernels.attention.paged_attention` without ALiBi."""
 
     def __init__(self, library: FlashLibrary) -> None:
         self._library = library
@@ -111,7 +111,7 @@ class FlashAttention:
             query = query[..., value_dim:]
             values = keys[..., :value_dim]
             keys = keys[..., value_dim:]
-        # The lists are bounds: where a sequence has several queries, it may have all.
+        # The lists are upper bounds: a sequence with several queries may have all of them.
         is_decode = all(end - start <= 1 for start, end in pairwise(query_starts))
         max_queries = 1 if is_decode else query_starts[-1]
         shape: dict[str, Any] = {
@@ -151,7 +151,7 @@ class FlashAttention:
 
 
 def try_form(paged_attention: FlashAttention, form: AttentionForm, features: Features) -> bool:
-    """Whether the results are right for a decode, a prompt behind a cached prefix, and padding."""
+    """Whether the results are correct for a decode, a prompt after a cached prefix, and padding."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -195,7 +195,7 @@ def try_form(paged_attention: FlashAttention, form: AttentionForm, features: Fea
 
 
 def _find_obstacle(form: AttentionForm) -> str | None:
-    """Why it does not compute this form; None if it does."""
+    """The reason why it does not support this form; None if it does."""
     if form.has_alibi:
         return "it has no ALiBi"
     if form.value_dim is not None:

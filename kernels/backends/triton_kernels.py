@@ -1,5 +1,5 @@
-"""This project's Triton kernels: the base on a GPU, on which other backends are laid. They take all dtypes, head sizes
-and GPUs."""
+"""This project's Triton kernels: the base on a GPU, which other backends partly override. They support all dtypes, head
+sizes and GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_llm.kernels.backends.backend import Offer
 
 
 def offer(batch_invariant: bool) -> Offer:
-    """See `Offer`. The activations are those that have a kernel."""
+    """See `Offer`. Lists only activations that have a kernel."""
     try:
         from serve_llm.kernels.triton.activation import ACTIVATIONS
         from serve_llm.kernels.triton.attention import paged_attention

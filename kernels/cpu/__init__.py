@@ -1,1 +1,1 @@
-"""Attention for CPUs in C++: compiled when the package is installed, if there is a compiler, and found by `library`."""
+"""Kernels for CPUs in C++, compiled at installation if there is a compiler, and loaded by `library`."""

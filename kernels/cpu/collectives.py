@@ -43,9 +43,9 @@ class Collectives:
     """The calls of one rank. All ranks of the group make the same calls in the same order, with equal sizes."""
 
     def __init__(self, path: Path, windows: Sequence[int], window_bytes: int, rank: int, seconds: float) -> None:
-        """path: of the library. windows: by rank, the address of memory that all ranks share, of window_bytes each,
-        aligned to 64 bytes and zero at first, except its first 64: they are the caller's, and the first 4 of them end
-        all waits when they are not zero. The memory must outlive this. seconds: that a rank may be silent.
+        """path: of the library. windows: by rank, the address of window_bytes of memory that all ranks share, aligned
+        to 64 bytes and initially zero, except for the first 64 bytes, which belong to the caller; a non-zero value in
+        the first 4 ends all waits. The memory must outlive this object. seconds: limit for a rank to answer.
 
         Raises OSError if the file cannot be loaded, ValueError if the windows are too small.
         """

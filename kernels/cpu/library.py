@@ -18,7 +18,7 @@ from torch import Tensor
 from serve_llm.kernels.attention import Lengths
 
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")  # as the library numbers them, slowest first
-# The fastest variant that each value of oneDNN's variable allows, for our kernels as for torch's.
+# The fastest variant that each value of oneDNN's variable allows, for these kernels as for torch's.
 LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 LIMITS = {
     "SSE41": "baseline",
@@ -34,7 +34,7 @@ LIMITS = {
 }
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
-LATENT_DIMS = range(16, 1025, 8)  # head_dim of a cache whose values are a part of its keys
+LATENT_DIMS = range(16, 1025, 8)  # supported head_dim of a cache whose values are a part of its keys
 
 
 class Problem(ctypes.Structure):
@@ -104,7 +104,7 @@ class Library:
 
     def function(self, name: str, *arguments: type) -> Callable[..., None]:
         """A kernel of rows.cpp in this variant. arguments: ctypes of what it takes."""
-        variant = "avx512_bf16" if self.variant == "amx" else self.variant  # rows.cpp has nothing for matrix units
+        variant = "avx512_bf16" if self.variant == "amx" else self.variant  # rows.cpp has no variant for matrix units
         found = self.compiled[f"serve_llm_{name}_{variant}"]
         found.argtypes = arguments
         found.restype = None
@@ -169,7 +169,7 @@ class Library:
 
 
 def allowed_variants(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variants up to the limit that oneDNN's variable sets, in any case; all variants without a limit."""
+    """The variants up to the limit set by oneDNN's variable (case-insensitive); all variants without a limit."""
     limit = LIMITS.get(environ.get(LIMIT_VARIABLE, "").upper())
     return VARIANTS if limit is None else VARIANTS[: VARIANTS.index(limit) + 1]
 
@@ -182,12 +182,12 @@ def check_sources(compiled: ctypes.CDLL, name: str, num_bytes: int) -> None:
 
 
 def find(folder: Path = Path(__file__).parent) -> Path | None:
-    """The file that was compiled at installation, if any."""
+    """Return the file that was compiled at installation, if any."""
     return next(iter(sorted(folder.glob("compiled.*"))), None)
 
 
 def find_variant() -> str | None:
-    """The variant that this process uses; None if it uses torch operations."""
+    """Return the variant that this process uses; None if it uses torch operations."""
     path = find()
     if path is None:
         return None

@@ -81,7 +81,7 @@ class Packer:
 
 class _Packed:
     def __init__(self, packer: Packer, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        """weights: (outputs, inputs) each, of one dtype, with any distance between rows; outputs follow each other."""
+        """weights: (outputs, inputs) each, of one dtype, with any row stride; their outputs are concatenated."""
         weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
         rows = torch.cat([weight.data_ptr() + torch.arange(len(weight)) * _row_bytes(weight) for weight in weights])
         outputs = len(rows)
@@ -93,7 +93,7 @@ class _Packed:
         self._columns = packer.columns
         row_bytes = inputs * dtype.itemsize
         units = -(-row_bytes // UNIT)
-        self._missing = units * UNIT // dtype.itemsize - inputs  # numbers missing to whole units
+        self._missing = units * UNIT // dtype.itemsize - inputs  # padding up to whole units
         self._tensors = [torch.empty(-(-outputs // self._columns) * self._columns * units, dtype=torch.int32)]
         use_huge_pages(self._tensors[0])
         self._compiled.serve_llm_pack(
@@ -115,7 +115,7 @@ class _Packed:
         self._reference = ctypes.addressof(self._product)
 
     def _by_panel(self, values: Tensor) -> int:
-        """The address of the values, one for each output, with zeros up to a whole panel."""
+        """Address of one value per output, padded with zeros to a whole panel."""
         self._tensors.append(functional.pad(values, (0, -len(values) % self._columns)))
         return self._tensors[-1].data_ptr()
 
@@ -168,7 +168,7 @@ class _PackedInt8(_Packed):
 
 
 def _row_bytes(weight: Tensor) -> int:
-    """From one row to the next."""
+    """Stride between rows."""
     return weight.stride(0) * weight.element_size()
 
 

@@ -62,7 +62,7 @@ class CompiledLoRA:
         return CompiledProduct(down.contiguous(), expansions)
 
     def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[CompiledProduct, Tensor | None]]) -> None:
-        assert y.dtype == x.dtype and (y.stride(1) == 1 or y.shape[1] == 1), "a copy would be changed"
+        assert y.dtype == x.dtype and (y.stride(1) == 1 or y.shape[1] == 1), "the result would go into a copy"
         if x.stride(1) != 1:
             x = x.contiguous()
         numbers = array("q")

@@ -1,8 +1,8 @@
 """The compiled kernels of rows.cpp. The functions of the same names in `kernels/norm.py`, `rope.py`, `activation.py`
 and `linear_int8.py` state the contracts.
 
-A step of one token makes more than a hundred of these calls, and each computes for a few microseconds. So the calls
-pass plain addresses and numbers, whose types are declared once.
+A step of one token makes more than a hundred of these calls of a few microseconds each, so they pass plain addresses
+and numbers, whose types are declared once.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RowKernels:
     def _normalise_layer(
         self, x: Tensor, total: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, normed: Tensor
     ) -> None:
-        """total: what is added to x, and takes the sum."""
+        """total: added to x, and overwritten by the sum."""
         added = None if total is None else total.data_ptr()
         given = [one for one in (weight, bias) if one is not None]
         width = x.size(-1)

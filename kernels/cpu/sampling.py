@@ -86,7 +86,7 @@ class CompiledSampling:
         return [row[:count].long() for row, count in zip(ids, counts, strict=True)]
 
     def apply_masks(self, scores: Tensor, rows: Sequence[int], masks: Tensor) -> None:
-        assert scores.stride(1) == 1 or scores.shape[1] == 1, "a copy would be masked"
+        assert scores.stride(1) == 1 or scores.shape[1] == 1, "the mask would go into a copy"
         wanted = array("q", rows)
         masks = masks.contiguous()
         self._call(self._apply_masks, scores, _address(wanted), ctypes.c_void_p(masks.data_ptr()), len(wanted))

@@ -1,1 +1,2 @@
-"""Kernels for GPUs, in Triton. Imported only where a GPU is (and by tests), since Triton is not installed elsewhere."""
+"""Kernels for GPUs, in Triton. Imported only if there is a GPU (and by tests), because Triton may not be installed
+elsewhere."""

@@ -1,7 +1,7 @@
 """Compile the kernels of a computation in several threads.
 
-Triton compiles a kernel at its first launch, while everything else waits. A model has dozens of kernels, and each takes
-0.1 to 2 seconds. Threads help because the compiler releases Python's lock for nine tenths of that time.
+Triton compiles a kernel at its first launch, which blocks everything else. A model has dozens of kernels, and each
+takes 0.1 to 2 seconds. Threads help because the compiler releases Python's lock for nine tenths of that time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNFILLED = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty
 
 
 class ZeroFill(TorchFunctionMode):
-    """Fills with zeros what torch would leave unfilled."""
+    """Zero-fills tensors that torch would leave uninitialised."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -29,7 +29,8 @@ class ZeroFill(TorchFunctionMode):
 
 @contextmanager
 def compile_ahead(threads: int) -> Iterator[None]:
-    """Inside, Triton's kernels are compiled by `threads` threads, and not launched. On exit all of them are compiled.
+    """A context in which Triton's kernels are compiled by `threads` threads instead of launched. All are compiled on
+    exit.
 
     The results of a computation inside are meaningless. A tensor that a kernel would write holds zeros, because torch
     may use it as an index. If a kernel cannot be compiled, its first launch tries again and raises the error.
@@ -62,7 +63,7 @@ def _without_launches(functions: set[triton.JITFunction]) -> Iterator[None]:
 
 
 def _forget(functions: Iterable[triton.JITFunction]) -> None:
-    """Let the first launch compile again what could not be compiled."""
+    """Leave kernels that failed to compile to their first launch."""
     for function in functions:
         for kernels, *_ in function.device_caches.values():
             for key, kernel in list(kernels.items()):

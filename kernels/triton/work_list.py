@@ -10,8 +10,9 @@ splits of all tiles come first, those of a tile one after the other, so that an 
 partial result. In prefill, tiles with later queries come before those with earlier ones: they have the most keys. Items
 that are not used have the sequence -1 and no splits.
 
-The list is made by one program and depends on the lengths alone, so that the layers of a KV group share it and a
-captured step makes it anew. Nothing waits for the device: the host knows only bounds of the number of items.
+The list is made by one program and depends on the lengths alone, so that the layers of a KV group share it, and a
+captured step makes a new one in each replay. Nothing waits for the device: the host knows only bounds on the number of
+items.
 
 The keys of all tiles are shared equally among `target` items, and a tile with more than such a share is cut into equal
 parts. So there are at most 2 * target splits. With `fixed_split` a tile with more than its share is cut at multiples of
@@ -26,8 +27,8 @@ import triton.language as tl
 from serve_llm.kernels.triton.attend import ITEM_FIELDS, first_visible_key
 
 MAX_SPLITS = tl.constexpr(128)  # for each tile
-BLOCK = tl.constexpr(1024)  # tiles of which the program thinks at once
-NO_SPLITS = tl.constexpr(1 << 30)  # a share that no tile exceeds
+BLOCK = tl.constexpr(1024)  # tiles that the program processes at a time
+NO_SPLITS = tl.constexpr(1 << 30)  # a share that exceeds any tile
 
 
 @triton.jit(do_not_specialize=["sequences", "num_tiles", "num_items", "num_splits", "target"])

@@ -151,6 +151,6 @@ def test_what_may_go_wrong_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     repository = flash_attention.REPOSITORY
     assert offer_with(SimpleNamespace(get_kernel=fails)) == f"{repository} cannot be loaded: no connection"
     wrong = offer_with(SimpleNamespace(get_kernel=lambda *_, **__: Wrong()))
-    assert wrong == "its results were wrong when tried with heads of 128"
+    assert wrong == "its results were wrong in a trial with heads of 128"
     old = offer_with(SimpleNamespace(get_kernel=lambda *_, **__: Old()))
-    assert isinstance(old, str) and "it failed when tried: " in old and "unexpected keyword argument" in old
+    assert isinstance(old, str) and "it failed in a trial: " in old and "unexpected keyword argument" in old
