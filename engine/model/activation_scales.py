@@ -1,6 +1,6 @@
-"""The numbers by which AutoAWQ divides what the activation of a feed-forward network returns. Torch-free.
+"""The scales by which AutoAWQ divides the activation's output in a feed-forward network. Torch-free.
 
-In networks without a gate, it multiplies the inputs of the last weight by them, so that rounding loses less.
+In networks without a gate, it multiplies the inputs of the last weight by them, which reduces the rounding error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention of a layer: projections, optional norms of them or of heads, rope, KV cache, scores.
 
-A rank computes some of the query heads and the KV heads that they read; the output projection is all-reduced.
+Each rank computes some of the query heads and the KV heads that they read; the output projection is all-reduced.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Attention:
 
 
 class TemperedAttention(Attention):
-    """Attention whose queries are multiplied by a number that grows with the position (`QueryTemperature`)."""
+    """Attention whose queries are scaled by a factor that grows with the position (`QueryTemperature`)."""
 
     def _compute_query(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         assert inputs.query_scale is not None
@@ -79,7 +79,7 @@ class TemperedAttention(Attention):
 
 @dataclass(eq=False, repr=False)
 class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a projection of its input."""
+    """Attention whose output is gated: multiplied by the sigmoid of a projection of its input."""
 
     gate_proj: Forward | None = None
 
@@ -91,7 +91,7 @@ class GatedAttention(Attention):
 
 @dataclass(eq=False, repr=False)
 class EncoderAttention(Attention):
-    """Attention in both directions, within the step. Caches no KV."""
+    """Bidirectional attention within the step. Caches no KV."""
 
     num_kv_heads: int = 1  # that this rank holds
     padding: tuple[int, int] = (0, 0)  # zero heads before and after the query heads; see `_count_padding`
@@ -130,7 +130,7 @@ class AttentionWithoutHeads(Attention):
 def build_attention(
     spec: AttentionSpec, hidden_size: int, builder: ModelBuilder, input_size: int | None = None
 ) -> Attention:
-    """input_size: what the projections to queries, keys and values read, if that is not hidden_size."""
+    """input_size: input size of the query, key and value projections, if it is not hidden_size."""
     if spec.rope is not None and (spec.rope.rotary_dim is not None or spec.rope.interleaved):
         builder = builder.with_row_order(_rotary_order(spec.head_dim, spec.rope))
     share = builder.shard.attention(spec)
@@ -194,7 +194,7 @@ def build_attention(
 
 
 def elements(heads: range, head_dim: int) -> range:
-    """The outputs of a projection that belong to these heads."""
+    """The range of a projection's outputs that belongs to these heads."""
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
@@ -279,7 +279,7 @@ def _with_head_layer_norms(
 
 
 def _rotary_order(head_dim: int, rope: RopeSpec) -> Callable[[str, Tensor], Tensor]:
-    """The function that brings the dimensions of query and key heads into the order that the rope kernels expect.
+    """Build the function that reorders the dimensions of query and key heads as the rope kernels expect.
 
     The kernels rotate dimension i together with i + head_dim / 2. The model rotates only the first `rotary_dim`
     dimensions, i with i + rotary_dim / 2, or interleaved 2 i with 2 i + 1. So the two halves of the rotated dimensions
@@ -306,7 +306,7 @@ def _rotary_order(head_dim: int, rope: RopeSpec) -> Callable[[str, Tensor], Tens
 
 
 def _count_padding(share: HeadShare, group_size: int) -> tuple[int, int]:
-    """How many zero heads to add before and after the query heads of a rank.
+    """Count the zero heads to add before and after the query heads of a rank.
 
     The kernels need the same number of query heads for each KV head. Only the first and the last KV head of a rank can
     have fewer than the others:
@@ -322,7 +322,7 @@ def _count_padding(share: HeadShare, group_size: int) -> tuple[int, int]:
 
 
 def _with_padding(paged_attention: PagedAttention, num_heads: int, padding: tuple[int, int]) -> PagedAttention:
-    """`paged_attention` for a rank whose KV heads are read by different numbers of its query heads."""
+    """Wrap `paged_attention` for a rank whose KV heads are read by different numbers of its query heads."""
     front, back = padding
     if not front and not back:
         return paged_attention

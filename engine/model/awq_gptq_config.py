@@ -1,7 +1,7 @@
 """Reading `quantization_config` of AWQ and GPTQ checkpoints, as AutoAWQ, AutoGPTQ, GPTQModel, transformers and
 AutoRound write it. Torch-free.
 
-Which modules are quantised shows in the checkpoint's tensors, so keys that only say how a checkpoint was made are
+The checkpoint's tensors show which modules are quantised, so keys that only describe how a checkpoint was made are
 ignored.
 """
 
@@ -15,7 +15,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.weight_format import DynamicModules, PackedIntegers
 
-CALIBRATION = (  # how scales were found, and which kernels the writer's machine used
+CALIBRATION = (  # how scales were found, and which kernels the writer used
     "act_group_aware backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu "
     "damp_auto_increment damp_percent dataset disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act "
     "is_marlin_format max_input_length meta model_file_base_name model_name_or_path model_seqlen "
@@ -74,7 +74,7 @@ def read_autoround(config: ConfigReader) -> DynamicModules:
 
 
 def _read_extra(extra: ConfigReader | None, whole: PackedIntegers) -> tuple[Rule, ...]:
-    """Names count before patterns, which may match anywhere in a name."""
+    """Names take precedence over patterns, which may match anywhere in a name."""
     if extra is None:
         return ()
     named: list[Rule] = []
@@ -91,7 +91,7 @@ def _read_extra(extra: ConfigReader | None, whole: PackedIntegers) -> tuple[Rule
 
 
 def _read_whole(config: ConfigReader, whole: PackedIntegers, unconverted: tuple[str, ...] = ()) -> DynamicModules:
-    """Read what AWQ and GPTQ have in common. whole: the format of modules without a rule of their own."""
+    """Read the common parts of AWQ and GPTQ. whole: the format of modules without their own rule."""
     config.only("method", None, config.text("quant_method"))  # GPTQModel writes both
     config.only("pack_dtype", None, "int32")
     config.only("data_type", None, "int")

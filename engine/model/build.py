@@ -31,7 +31,7 @@ Forward = Callable[[Tensor], Tensor]  # (tokens, inputs) -> (tokens, outputs)
 
 
 class Part(NamedTuple):
-    """A range of a parameter's rows (dimension 0) or columns (dimension 1); may be empty."""
+    """A range of rows (dimension 0) or columns (dimension 1) of a parameter; may be empty."""
 
     dimension: int
     range: range
@@ -51,8 +51,8 @@ class WeightLoader(Protocol):
         """Return a parameter, or only `part` of it, on the model's device.
 
         shape: of the whole parameter, (outputs, inputs) or (outputs,). dtype: by default the model's, int8 for int8
-        weights, and float32 where `is_float32` says so. Do not write to the result: it may be part of a mapped file,
-        which stays mapped as long as the result is in use.
+        weights, and float32 where `is_float32` says so. Do not write to the result, which may be part of a mapped file.
+        The file stays mapped as long as the result is in use.
         """
 
 
@@ -60,12 +60,12 @@ class GroupedWeightLoader(Protocol):
     """Reads weights of linear layers that a checkpoint stores as integers."""
 
     def __call__(self, name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
-        """Return `part` of a weight on the model's device, or None if it is not stored as integers or cannot be held
-        so, such as when groups are not of neighbouring inputs; `WeightLoader` reads these."""
+        """Return `part` of a weight on the model's device, or None if it is not stored as integers or cannot be kept
+        so, for instance because groups are not of neighbouring inputs. `WeightLoader` reads such weights."""
 
 
 def load_no_groups(name: str, shape: tuple[int, int], part: Part) -> None:
-    """A `GroupedWeightLoader` without integers."""
+    """A `GroupedWeightLoader` for checkpoints without integer weights."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelBuilder:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def with_row_order(self, reorder: Reorder) -> ModelBuilder:
-        """A builder that loads every parameter as `reorder` makes it from its name and its tensor."""
+        """A builder that passes the name and tensor of every loaded parameter through `reorder`."""
 
         def load(
             name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
@@ -121,23 +121,22 @@ class ModelBuilder:
         self.tree.add(self.prefix.removesuffix("."), description)
 
     def parameter(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        """A parameter that is used as it is. shape: of the whole."""
+        """A parameter that is used unchanged. shape: of the whole."""
         tensor = self._load_copy(name, shape, part)
         self.describe_share(name, tensor, shape)
         return tensor
 
     def table(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        """A parameter that a step reads by single rows: an embedding. shape: of the whole.
+        """A parameter of which a step reads single rows: an embedding. shape: of the whole.
 
-        It stays in the mapped file if it is stored in the model's dtype, so that only the rows that are read take
-        memory.
+        If stored in the model's dtype, it stays in the mapped file, so that only rows that are read take memory.
         """
         tensor = self.load(self.prefix + name, shape, part)
         self.describe_share(name, tensor, shape)
         return tensor
 
     def replicated_linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        """A linear layer that every rank computes whole."""
+        """A replicated linear layer: every rank computes all of it."""
         return self.column_parallel_linear({name: outputs}, inputs, {name: range(outputs)})
 
     def unquantised_linear(
@@ -163,8 +162,8 @@ class ModelBuilder:
     ) -> Linear:
         """Column-parallel linear layers (Megatron-LM, arXiv:1909.08053) over the same input, merged into one layer.
 
-        outputs: number of outputs of each, by name. shares: this rank's outputs of each. The result has those of the
-        first layer, then those of the second, and so on.
+        outputs: number of outputs of each, by name. shares: this rank's outputs of each. The result concatenates the
+        outputs of the layers in this order.
         """
         weights = [self._load_weight(name, (count, inputs), Part(0, shares[name])) for name, count in outputs.items()]
         merged_bias = self._load_merged("bias", outputs, shares) if bias else None
@@ -222,7 +221,7 @@ class ModelBuilder:
 
     @property
     def _is_selected(self) -> bool:
-        """Whether the part computes only the selected rows (see `Decoder.forward`)."""
+        """Whether the builder's part computes only the selected rows (see `Decoder.forward`)."""
         return self.shard.is_last and self.prefix.startswith(f"layers.{self.shard.layers.stop - 1}.ffn.")
 
     def all_reduced(self, forward: Forward) -> Forward:
@@ -252,7 +251,7 @@ class ModelBuilder:
     def _load_merged(
         self, kind: str, outputs: Mapping[str, int], shares: Mapping[str, range] | None = None, *inner: int
     ) -> Tensor:
-        """The biases or scales of several linear layers, one after the other."""
+        """The concatenated biases or scales of several linear layers."""
         parts = [
             self.load(f"{self.prefix}{name}.{kind}", (count, *inner), None if shares is None else Part(0, shares[name]))
             for name, count in outputs.items()
@@ -260,7 +259,7 @@ class ModelBuilder:
         return torch.cat(parts)
 
     def _load_weight(self, name: str, shape: tuple[int, int], part: Part) -> Tensor | GroupedWeight:
-        """A part of a linear layer's weight, as integers where the model keeps those of the checkpoint."""
+        """Load a part of a linear layer's weight, as integers if the model keeps those of the checkpoint."""
         full_name = f"{self.prefix}{name}.weight"
         weight = None
         if self.grouped is not None and self.grouped.in_checkpoint:
@@ -274,7 +273,7 @@ class ModelBuilder:
         load_scales: Callable[[], Tensor],
         bias: Tensor | None,
     ) -> Linear:
-        """A linear layer from the weights of `names`, one after the other, quantised where the model is.
+        """A linear layer from the concatenated weights of `names`, quantised if the model is.
 
         load_scales: reads the scales of stored int8 weights, (outputs, 1) float32.
         """
@@ -294,7 +293,7 @@ class ModelBuilder:
         return self.kernels.pack_int8(*int8.quantise(weight), bias)
 
     def _pack_integers(self, weights: Sequence[Tensor | GroupedWeight], bias: Tensor | None) -> Linear:
-        """One layer where all weights are integers of the same form, else several whose results are joined."""
+        """One layer if all weights are integers of the same form, else several whose results are concatenated."""
         grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
         if len(grouped) == len(weights) and all(grouped[0].is_like(weight) for weight in grouped):
             return self.kernels.pack_grouped(merge_rows(grouped), bias, self.dtype)
@@ -320,7 +319,7 @@ class ModelBuilder:
         return self.grouped.find_form(self.prefix + next(iter(names)))
 
     def _name_form(self, names: Iterable[str], weights: Sequence[Tensor | GroupedWeight]) -> str:
-        """How a linear layer holds its weights, for `describe`."""
+        """Describe how a linear layer holds its weights."""
         first = weights[0]
         if isinstance(first, GroupedWeight):
             return f"{'fp8' if first.is_float8 else f'int{first.bits}'} in groups of {first.group_size}"
@@ -331,14 +330,14 @@ class ModelBuilder:
         return "int8" if self._is_int8(names) else _dtype_name(first.dtype)
 
     def _is_int8(self, names: Iterable[str]) -> bool:
-        """Whether the merged linear layer of `names` runs in int8; they are alike, see `registry`."""
+        """Whether the merged linear layer of `names` runs in int8. They never differ in this, see `registry`."""
         return self.int8 is not None and all(self.int8.is_quantised(self.prefix + name) for name in names)
 
     def _load_copy(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)
 
     def describe_share(self, name: str, tensor: Tensor, whole: Sequence[int], form: str = "") -> None:
-        """Record a parameter of which this rank has `tensor`. form: how it is held; "" for the tensor's dtype."""
+        """Record a parameter whose part on this rank is `tensor`. form: how it is held; "" for the tensor's dtype."""
         sizes = " x ".join(_share(size, of) for size, of in zip(tensor.shape, whole, strict=True))
         self.scoped(name).describe(f"{sizes}, {form or _dtype_name(tensor.dtype)}")
 

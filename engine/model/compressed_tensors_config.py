@@ -26,7 +26,7 @@ CALIBRATION = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how 
 
 @dataclass(frozen=True)
 class Int8Checkpoint:
-    """All linear modules but those that `ignore` matches have int8 weights and get int8 activations."""
+    """All linear modules except those matched by `ignore` have int8 weights and get int8 activations."""
 
     ignore: tuple[str, ...]  # module names, or `re:` and a regular expression that matches the start of a name
 
@@ -37,7 +37,7 @@ class Int8Checkpoint:
         )
 
     def without_activations(self) -> TargetedModules:
-        """The same weights, whose products are of rows that are not rounded."""
+        """The same weights, multiplied with activations that are not quantised."""
         return TargetedModules((FormatGroup(("Linear",), ScaledNumbers("int8", "channel")),), self.ignore)
 
 
@@ -46,7 +46,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     default_format = config.text("format")
     config.only("quantization_status", None, "compressed", "frozen")
     config.empty("transform_config")
-    if cache := config.inner("kv_cache_scheme"):  # the KV cache is not rounded as it says
+    if cache := config.inner("kv_cache_scheme"):  # its rounding of the KV cache is not applied
         _ignore_activations("kv_cache_scheme", cache)
     config.ignore("global_compression_ratio", "version")
     if sparsity := config.inner("sparsity_config"):
@@ -68,7 +68,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
 
 
 def _is_for_activations_only(config: ConfigReader) -> bool:
-    """Whether the group says nothing about weights, as those of attention modules do. Then it has no effect here."""
+    """Whether the group does not specify weights, like groups of attention modules. It then has no effect."""
     if config.inner("weights") is not None:
         return False
     config.ignore("format")
@@ -105,7 +105,7 @@ def _read_group(config: ConfigReader, default_format: str | None) -> tuple[Forma
 def _ignore_activations(where: str, config: ConfigReader) -> bool:
     """Whether they are int8, rounded token by token. All others are not rounded, which is more exact.
 
-    Raises ModelError for what is no known number format."""
+    Raises ModelError for an unknown number format."""
     bits = config.integer("num_bits")
     kind = config.choice("type", {"int": "int", "float": "float"}, "int")
     if bits not in (4, 8):
@@ -142,7 +142,7 @@ def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
 
 
 def _read_int8(weights: ConfigReader) -> WeightFormat:
-    """Integers of 4 bits are stored one in each byte too."""
+    """4-bit integers are also stored one per byte."""
     weights.only("type", "int")
     weights.empty("block_structure")
     weights.only("actorder", None, "weight", "static")  # whose groups are of neighbouring inputs

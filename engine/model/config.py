@@ -1,4 +1,4 @@
-"""Strict reading of config.json: every key is used, known to be harmless, or an error that names it.
+"""Strict reading of config.json: every key is used, known to be harmless, or refused by name.
 
 Values are checked and typed. A null key counts as absent.
 """
@@ -38,7 +38,7 @@ HARMLESS = frozenset(
     "max_window_layers "
     # what the tokenizer's files or the Hub's cache say
     "model_max_length _commit_hash force_download resume_download local_files_only trust_remote_code "
-    # only in encoder-decoder models, which `REFUSED` keeps out
+    # only in encoder-decoder models, which `REFUSED` excludes
     "cross_attention_hidden_size tie_encoder_decoder".split()
 )
 # Keys of any name like these: settings of the tokenizer, of training, of the random weights before it, and of the parts
@@ -57,7 +57,7 @@ USUAL_PARTS = frozenset(
 )
 TINIEST = 1e-37  # smallest accepted magnitude, within float32's range
 LARGEST = 1e38  # largest accepted magnitude, within float32's range
-REFUSED = {  # these mean another computation: served only when they are off
+REFUSED = {  # these change the computation, so they are served only when they are off
     "is_encoder_decoder": "encoder-decoder models",
     "add_cross_attention": "cross-attention layers",
     "pruned_heads": "pruned heads",
@@ -67,9 +67,9 @@ REFUSED = {  # these mean another computation: served only when they are off
 
 
 class ConfigReader:
-    """config.json, taken key by key. `done()` at the end reports the keys that were not taken.
+    """Reads config.json key by key. `done()` at the end reports the keys that were not read.
 
-    allowed: unknown keys that are passed over, those of an object under a key as "key.inner".
+    allowed: unknown keys to ignore; those of a nested object as "key.inner".
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ConfigReader:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is set, where keys are names that somebody chose."""
+        """The keys and values, for objects whose keys are arbitrary names."""
         return tuple(self._values)
 
     def set_defaults(self, **values: object) -> None:
-        """Values of keys that the file says nothing about."""
+        """Set defaults of keys that are missing in the file."""
         self._values = values | self._values
 
     def inherit(self, key: str, outer: ConfigReader) -> None:
@@ -103,7 +103,7 @@ class ConfigReader:
             self._values.setdefault(key, outer._values[key])
 
     def renamed(self, names: Mapping[str, str]) -> ConfigReader:
-        """The same file, where keys that are values of `names` are read by the names that map to them."""
+        """The same file with renamed keys: those in the values of `names` are read under the names that map to them."""
         own_names = {name: key for key, name in names.items()}
         renamed = copy.copy(self)
         renamed._values = {own_names.get(key, key): value for key, value in self._values.items()}
@@ -118,7 +118,7 @@ class ConfigReader:
         return other
 
     def is_null(self, key: str) -> bool:
-        """Whether the file says null, where that differs from saying nothing."""
+        """Whether the file contains null, if that differs from an absent key."""
         self._taken.add(key)
         return key in self._null
 
@@ -146,7 +146,7 @@ class ConfigReader:
         return value
 
     def layers(self, key: str) -> int:
-        """The number of layers: each is an entry in lists before a weight is read, so what cannot be is refused."""
+        """The number of layers. Bounded, because lists with an entry per layer are built before any weight is read."""
         return self.integer(key, highest=10_000)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -189,7 +189,7 @@ class ConfigReader:
         return value
 
     def flag_or(self, key: str, word: str | int) -> bool:
-        """A flag in whose place the file may have a word or number, which means true. False when it is absent."""
+        """A flag for which the file may also contain a word or number, which means true. False if absent."""
         value = self._take(key)
         if value == word:
             return True
@@ -223,7 +223,7 @@ class ConfigReader:
         return tuple(value)
 
     def only(self, key: str, *served: object) -> None:
-        """Raises ModelError for a value that is not served. None among them: it may be absent."""
+        """Raise ModelError for a value that is not supported. None among `values`: the key may be absent."""
         value = self._take(key)
         if value is None and None not in served:
             raise self._missing(key)
@@ -260,24 +260,23 @@ class ConfigReader:
         return found
 
     def refuse(self, *keys: str) -> None:
-        """Flags that are served only when they are off."""
+        """Refuse flags that are on."""
         for key in keys:
             if self.flag(key, False):
                 raise ModelError(f"{self._where}: {key} is not supported")
 
     def empty(self, *keys: str) -> None:
-        """Keys of any kind that are served only when they say nothing: absent, false or empty."""
+        """Refuse keys of any kind unless they are absent, false or empty."""
         for key in keys:
             if self._take(key) not in (None, False, "", {}, []):
                 raise ModelError(f"{self._where}: {key} is not supported")
 
     def ignore(self, *keys: str) -> None:
-        """Keys that this family knows to be without effect on inference."""
+        """Ignore keys that do not affect inference in this family."""
         self._taken.update(keys)
 
     def done(self) -> None:
-        """Raises ModelError that names what is set and that this program does not know how to honour, OptionError for
-        what is allowed and not there."""
+        """Raise ModelError for keys that were not read, OptionError for allowed keys that are not in the file."""
         known = self._taken | HARMLESS | REFUSED.keys()
         known |= {key for key, value in self._values.items() if _is_harmless(key, value)}
         unknown = set(self._values) - known
@@ -289,7 +288,7 @@ class ConfigReader:
             options = " ".join(f"--allow-unknown-config {self._path}{name}" for name in refused)
             raise ModelError(
                 f"{self._where}: unknown keys, which may mean another computation: {', '.join(refused)}; "
-                f"where they do not, pass over them by {options}"
+                f"if they do not, ignore them with {options}"
             )
 
 
@@ -298,7 +297,7 @@ def _listed(value: object) -> list[str]:
 
 
 def _is_harmless(key: str, value: object) -> bool:
-    """Whether a key that no family knows cannot change the computation, by its name or because it is off."""
+    """Whether an unknown key cannot change the computation, judging by its name or because it is off."""
     if HARMLESS_NAMES.fullmatch(key) or (key == "layer_types" and set(_listed(value)) == {"full_attention"}):
         return True
     is_addition = bool(ADDITIONS.fullmatch(key)) and not USUAL_PARTS & set(key.removesuffix("qk_norm").split("_"))
@@ -309,4 +308,4 @@ def _is_harmless(key: str, value: object) -> bool:
 
 def describe_ignored_keys(keys: Iterable[str]) -> str:
     """The warning for --allow-unknown-config."""
-    return f"config.json: passed over {', '.join(keys)}: if that means another computation, answers are wrong"
+    return f"config.json: ignored {', '.join(keys)}; if that changes the computation, answers are wrong"

@@ -1,6 +1,6 @@
 """A decoder-only language model, or one rank's shard of it: token ids and a KV cache in, hidden states and logits out.
 
-Callers run it under torch.inference_mode.
+Callers must run it under torch.inference_mode.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Decoder:
         device: torch.device,
         description: str,
     ) -> None:
-        """embed: on the first stage. lm_head: what computes logits from hidden states, in order; on the last stage, if
-        the model generates. pooler: on the last stage, if the model returns vectors. rope_of_layer: index into
-        (None, *ropes). temperature_of_layer: index into (None, *temperatures). group_of_layer: index into
-        `StepInputs.groups`; None for a layer that caches no KV. is_first_of_kind: whether no layer before this one
-        has the same LayerSpec and KV group. capturable: whether CUDA graphs can capture a step. description: see
+        """embed: on the first stage. lm_head: the functions that compute logits from hidden states, in order; on the
+        last stage, if the model generates. pooler: on the last stage, if the model returns vectors. rope_of_layer:
+        index into (None, *ropes). temperature_of_layer: index into (None, *temperatures). group_of_layer: index into
+        `StepInputs.groups`; None for a layer that caches no KV. is_first_of_kind: whether no layer before this one has
+        the same LayerSpec and KV group. capturable: whether CUDA graphs can capture a step. description: see
         `__repr__`."""
         self._embed = embed
         self._layers = layers
@@ -76,8 +76,8 @@ class Decoder:
         self._device = device
         self._description = description
         self.collected_layers: tuple[int, ...] = ()  # see `collected`; indices among the layers of this rank
-        self._num_collected_before = 0  # layers of previous stages whose inputs they send
-        # What these layers, and those of previous stages before them, read in the last step: each (tokens, hidden_size)
+        self._num_collected_before = 0  # layers of previous stages whose inputs are received from them
+        # Inputs of these layers, after those of layers in previous stages, in the last step: each (tokens, hidden_size)
         self.collected: list[Tensor] = []
         for layer, following in pairwise(layers):
             layer.next_norm = following.input_norm
@@ -92,7 +92,7 @@ class Decoder:
 
         caches: one per layer of this rank, as `AttentionInputs` has them; written in place; empty for a layer that
         caches nothing. rows: (rows,) int64, on the last stage: the tokens whose hidden states are needed; the result
-        has only these, and the last layer computes nothing else after its attention. None: all tokens.
+        has only these, and the last layer computes only these after its attention. None: all tokens.
         """
         received = self.receive(len(inputs.ids))
         before = [self.receive(len(inputs.ids)) for _ in range(self._num_collected_before)]
@@ -106,7 +106,7 @@ class Decoder:
         return hidden
 
     def collect(self, layers: Sequence[int], held: range) -> None:
-        """Keep what these layers of the model, in order, read in each step. held: the layers of this rank."""
+        """Collect the inputs of these layers of the model, in order, in each step. held: the layers of this rank."""
         self.collected_layers = tuple(layer - held.start for layer in layers if layer in held)
         self._num_collected_before = sum(layer < held.start for layer in layers)
 
@@ -133,7 +133,7 @@ class Decoder:
             residual = self._embed(inputs)
         else:
             residual = received
-        del received  # free its memory after the first layer
+        del received  # frees its memory after the first layer
         x = self._layers[0].input_norm(residual)
         selected = [None] * (len(self._layers) - 1) + [rows]
         self.collected = []
@@ -158,8 +158,8 @@ class Decoder:
 
     @contextmanager
     def skip_similar_layers(self) -> Iterator[None]:
-        """Inside, run only the first layer of each kind, the last one, and those whose inputs are collected: enough
-        for what depends on nothing but shapes and dtypes."""
+        """A context that runs only the first layer of each kind, the last one, and those whose inputs are collected,
+        which is enough if only shapes and dtypes matter."""
         needed = {*self.collected_layers, len(self._layers) - 1}
         self._skipped = {index for index, first in enumerate(self._is_first_of_kind) if not first} - needed
         try:
@@ -168,7 +168,7 @@ class Decoder:
             self._skipped = frozenset()
 
     def run_without_tokens(self, dtype: torch.dtype) -> None:
-        """A step without tokens: only compute what other engines ask of this rank's experts. dtype: the model's."""
+        """Run a step without own tokens: only compute this rank's experts for other engines. dtype: the model's."""
         empty = torch.empty((0, self._hidden_size), dtype=dtype, device=self._device)
         for dispatch in self.dispatches:
             dispatch.run_without_tokens(empty)
@@ -232,7 +232,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
 
 
 def _build_final_norm(spec: ModelSpec, builder: ModelBuilder) -> list[Forward]:
-    """What comes between the last layer and the LM head, in order."""
+    """Build the functions between the last layer and the LM head, in order."""
     steps: list[Forward] = []
     if spec.final_norm is not None:
         steps.append(builder.norm("final_norm", spec.final_norm, spec.hidden_size))
@@ -242,7 +242,7 @@ def _build_final_norm(spec: ModelSpec, builder: ModelBuilder) -> list[Forward]:
 
 
 def build_lm_head(spec: ModelSpec, tables: VocabularyTables) -> list[Forward]:
-    """What computes logits from normed hidden states, in order."""
+    """Build the functions that compute logits from normed hidden states, in order."""
     steps: list[Forward] = [tables.load_head()]
     if spec.logits_multiplier != 1.0:
         steps.append(lambda logits: logits.mul_(spec.logits_multiplier))
@@ -283,7 +283,7 @@ def compute_query_scale(temperature: QueryTemperature, positions: Tensor) -> Ten
 
 
 def _select_chunks(inputs: StepInputs, group: GroupInputs) -> StepInputs:
-    """The step as the attention of the group's layers sees it."""
+    """The step's inputs for the attention of the group's layers."""
     if group.chunks is None:
         return inputs
     lengths = group.chunks.lengths

@@ -1,6 +1,6 @@
 """Gated DeltaNet (arXiv:2412.06464): projections, the gated delta rule over a state per sequence, and a gated norm.
 
-A rank computes some of the value heads, and the key heads that serve them; the output projection is all-reduced.
+Each rank computes some of the value heads and their key heads; the output projection is all-reduced.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class DeltaNet:
     kernels: Kernels
     layer: DeltaRule
     gates_proj: Forward  # hidden states -> beta and alpha of this rank's heads
-    input_proj: Forward  # hidden states -> queries, keys, values, and what gates the output
+    input_proj: Forward  # hidden states -> queries, keys, values and the output gate
     norm: Tensor  # (value_dim,)
     norm_eps: float
     output_proj: Forward
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """x: (tokens, hidden_size) -> (tokens, hidden_size). Takes the sequences' states further."""
+        """x: (tokens, hidden_size) -> (tokens, hidden_size). Updates the sequences' states."""
         step = inputs.step
         assert step.state_slots is not None, "a step without slots for states"
         channels = self.layer.conv.shape[1]

@@ -1,4 +1,4 @@
-"""Experts that are spread over data-parallel engines: a rank sends its tokens' rows to the ranks that hold the experts.
+"""Experts distributed over data-parallel engines: a rank sends its tokens' rows to the ranks that hold the experts.
 
 Rows go out sorted by the slot that computes them, so in rank order, and come back in the same order. The sum over a
 token's experts is that of `kernels.moe`: weighted, in float32, in order of the choices, rounded once. A row's bits are
@@ -34,7 +34,7 @@ class ExpertDispatch:
         self.place(placement)
 
     def place(self, placement: Placement) -> None:
-        """Send rows to these slots from now on. All ranks must call it between the same steps."""
+        """Use this placement from now on. All ranks must call this between the same steps."""
         self.placement = placement
         slots = [expert - self.span.start for expert in chain.from_iterable(placement)]
         seen: Counter[int] = Counter()
@@ -69,7 +69,7 @@ class ExpertDispatch:
         return weighted_sum(by_token.view(tokens, top_k, -1), weights)
 
     def run_without_tokens(self, empty: Tensor) -> None:
-        """Only compute what other ranks ask for. empty: (0, hidden_size), of the model's dtype."""
+        """Only compute rows of other ranks. empty: (0, hidden_size), of the model's dtype."""
         counts = torch.zeros(len(self.span), dtype=torch.int64, device=empty.device)
         self._exchange(empty, self._exchange_counts(counts))
 
@@ -87,7 +87,7 @@ class ExpertDispatch:
         rows: (rows, hidden_size), slot by slot. counts_by_slot: what `_exchange_counts` returns.
         """
         sent = [[sum(line[slots]) for slots in self._rank_slots] for line in counts_by_slot.tolist()]
-        rows = self.group.all_to_all(rows, sent)  # reuse the name to free what was sent
+        rows = self.group.all_to_all(rows, sent)  # reuses the name, to free the sent rows
         if len(rows):
             own_counts = counts_by_slot[:, self._rank_slots[self.group.rank]]
             slots = torch.arange(own_counts.shape[1])
@@ -98,7 +98,7 @@ class ExpertDispatch:
 
 
 class _Slots:
-    """A placement with copies of experts, or in another order than that of the experts."""
+    """A placement with copies of experts, or in an order that differs from that of the experts."""
 
     def __init__(self, experts: Tensor, copies: Tensor, num_copies: Tensor, by_expert: Tensor) -> None:
         """All (slots,) int64: the expert of each slot, which of its copies that is, how many there are, and the slots

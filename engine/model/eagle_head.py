@@ -40,7 +40,7 @@ class EagleHead:
     final_norm: Norm
     lm_head: Forward
     target_ids: Tensor | None  # (draft_vocab_size,) int64: the id that each output stands for; None: the same
-    capturable: bool  # reads nothing back from the device; but `states` are another tensor in each step
+    capturable: bool  # reads nothing back from the device, but `states` is a different tensor in each step
     collected_layers: tuple[int, ...] = ()
     collected: list[Tensor] = field(default_factory=list)
     pooler: Pooler | None = None

@@ -19,8 +19,8 @@ Embed = Callable[[StepInputs], Tensor]  # (tokens, hidden_size)
 
 
 def build_embedding(spec: ModelSpec, look_up: LookUp, builder: ModelBuilder) -> Embed:
-    """The embedding of the first stage, with its multiplier, projection, learned positions, token types and norm where
-    the model has them.
+    """The embedding of the first stage, with the multiplier, projection, learned positions, token types and norm that
+    the model has.
 
     look_up: of this rank's rows of the vocabulary.
     """
@@ -52,7 +52,7 @@ def _vocab_parallel_embedding(
         return _with_adapters(lambda inputs: look_up(inputs.ids), adapters)
 
     def embed(inputs: StepInputs) -> Tensor:
-        """Look up the ids of this rank, and leave zeros for all others."""
+        """Look up this rank's ids; all others get zeros."""
         ids = inputs.ids
         is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
         hidden = look_up((ids - rows.start).masked_fill_(is_elsewhere, 0))
@@ -91,7 +91,7 @@ def _with_token_types(embed: Embed, num_types: int, hidden_size: int, builder: M
     table = builder.parameter("token_types.weight", num_types, hidden_size)
 
     def add_token_types(inputs: StepInputs) -> Tensor:
-        """Models with one type have it for all tokens."""
+        """If a model has only one type, all tokens use it."""
         types = inputs.token_types
         if types is None or num_types == 1:
             return embed(inputs) + table[0]

@@ -13,7 +13,7 @@ from functools import cache
 
 Placement = tuple[tuple[int, ...], ...]  # by rank: the expert of each slot; every expert has at least one
 
-LEAST_GAIN = 0.05  # fraction of the busiest rank's rows; a smaller gain is not worth moving weights
+LEAST_GAIN = 0.05  # minimum gain, as a fraction of the busiest rank's rows, for which moving weights is worthwhile
 STAY_FACTOR = 1.02  # a rank keeps an expert if it has at most this many times the rows of the least busy rank
 
 
@@ -41,7 +41,7 @@ def count_rows(placement: Placement, rows: Sequence[int], first: int) -> list[fl
 
 
 def balance(placement: Placement, rows: Sequence[int], first: int) -> Placement:
-    """A placement in which the busiest rank has fewer rows; the given one if there is none that is much better.
+    """Find a placement in which the busiest rank has fewer rows; returns the given one if none is much better.
 
     The experts with the most rows per copy get the redundant slots, then copies go to the least busy ranks, those with
     the most rows first, similar to the packing of DeepSeek's EPLB (github.com/deepseek-ai/EPLB). For the arguments see
@@ -53,7 +53,7 @@ def balance(placement: Placement, rows: Sequence[int], first: int) -> Placement:
         free = [expert for expert, count in enumerate(copies) if count < ranks]
         copies[max(free, key=lambda expert: (rows[expert] / copies[expert], -expert))] += 1
     shares = [(rows[expert] / copies[expert], expert) for expert in range(len(rows)) for _ in range(copies[expert])]
-    # Experts with copies come first, while each copy still finds a rank of its own.
+    # Experts with copies come first, while there are still enough different ranks for the copies.
     shares.sort(key=lambda share: (copies[share[1]] == 1, -share[0], share[1]))
     packed = _pack(placement, shares, first)
     limit = (1 - LEAST_GAIN) * max(count_rows(placement, rows, first))
@@ -63,7 +63,7 @@ def balance(placement: Placement, rows: Sequence[int], first: int) -> Placement:
 
 
 def _pack(placement: Placement, shares: Sequence[tuple[float, int]], first: int) -> Placement | None:
-    """Give each copy, (rows, expert), to a rank. None if two copies of an expert would be on one rank."""
+    """Assign each copy, (rows, expert), to a rank. None if two copies of an expert would be on one rank."""
     packed: list[list[int]] = [[] for _ in placement]
     busy = [0.0] * len(placement)
     for count, index in shares:
@@ -84,6 +84,6 @@ def _pack(placement: Placement, shares: Sequence[tuple[float, int]], first: int)
 
 
 def _keep_slots(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """The experts of `after`, where those that stay keep their slot."""
+    """Reorder the experts of `after` so that those that stay keep their slots."""
     added = iter([expert for expert in after if expert not in before])
     return tuple(expert if expert in after else next(added) for expert in before)

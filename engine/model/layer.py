@@ -3,7 +3,7 @@
 A layer takes and returns two tensors, both (tokens, hidden_size): the residual stream, and the normed residual stream
 that its attention reads. Each addition is fused with the norm that follows it. For the last addition of a layer that is
 the next layer's input norm, so `forward` begins after `input_norm` and ends with `next_norm`. The decoder applies the
-first layer's input norm itself. Variables are reused where that frees the memory of an intermediate result.
+first layer's input norm itself. Variables are reused to free the memory of intermediate results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AttentionModule(Protocol):
 
 @dataclass(eq=False, repr=False)
 class DecoderLayer:
-    """The base of all layers, which differ in their norms and additions."""
+    """The base class of layers, which differ in their norms and additions."""
 
     attention: AttentionModule
     ffn: Forward

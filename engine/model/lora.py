@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): linear layers that add adapters' low-rank products to the rows that ask for them.
+"""LoRA (arXiv:2106.09685): linear layers that add the low-rank products of adapters to the rows that use them.
 
 Each rank holds up to --max-loras adapters in slots. A step's tokens are grouped by slot. Kernels of their own compute
 the products of all groups of a layer; where there are none, the model's linear kernels compute those of one group after

@@ -2,7 +2,7 @@
 
 Prompts and single tokens use the same, absorbed form, so that results do not depend on how a prompt is chunked: the
 key projection is applied to queries instead of latent vectors, and the value projection to the weighted mean of latent
-vectors. A rank computes some of the query heads; every rank holds the latent vectors, and so the cache, whole.
+vectors. Each rank computes some of the query heads; every rank holds all latent vectors, and so the whole cache.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _build_query_projections(
 
 
 def _rotary_order(spec: MLASpec) -> Callable[[str, Tensor], Tensor]:
-    """The function that brings the rotated dimensions of queries and keys into the order that the rope kernels expect:
-    they rotate dimension i with i + qk_rope_head_dim / 2, the model 2 i with 2 i + 1."""
+    """Build the function that reorders the rotated dimensions of queries and keys as the rope kernels expect: these
+    rotate dimension i with i + qk_rope_head_dim / 2, the model 2 i with 2 i + 1."""
     head_size = spec.qk_nope_head_dim + spec.qk_rope_head_dim
     sizes = {"q": head_size, "q_up": head_size, "kv_down": spec.head_dim}
 

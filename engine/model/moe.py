@@ -1,8 +1,8 @@
 """The feed-forward network of a layer as a mixture of experts: a router, experts, and a shared expert.
 
 Every rank routes all tokens, with the same result to the last bit, and computes its share: some columns of every
-expert, or some experts whole. One all-reduce sums the shares. Where whole experts are spread over several engines,
-`ExpertDispatch` exchanges tokens with the others.
+expert, or some experts whole. One all-reduce sums the shares. If whole experts are distributed over several engines,
+`ExpertDispatch` exchanges tokens between them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build_moe(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward
 
 
 def _scale_inputs(experts: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The experts, with the weight of a token's only expert on what it reads instead of what it returns."""
+    """The experts, with the weight of a token's only expert applied to its input instead of its output."""
     return lambda x, weights, numbers: experts(x * weights.to(x.dtype), torch.ones_like(weights), numbers)
 
 
@@ -79,7 +79,7 @@ def _build_expert(spec: MoESpec, hidden_size: int, columns: range, builder: Mode
 
 
 def _build_scores(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward:
-    """The router's linear layer; the last output is that of the shared expert's gate where there is one."""
+    """The router's linear layer. If there is a gate of the shared expert, it is the last output."""
     outputs = {"router": spec.router.num_experts}
     if spec.shared_expert_gate:
         outputs["shared_gate"] = 1
@@ -90,7 +90,7 @@ def _build_scores(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> For
 
 
 def build_choice(router: RouterSpec, correction_bias: Tensor | None = None) -> ChooseExperts:
-    """The function from scores, (tokens, experts) of any dtype, to the weights and the numbers of the chosen experts,
+    """Build the function from scores, (tokens, experts) of any dtype, to the weights and numbers of the chosen experts,
     best first: (tokens, top_k), float32 and int64.
 
     correction_bias: (experts,) float32, see `RouterSpec`.
@@ -113,7 +113,7 @@ def build_choice(router: RouterSpec, correction_bias: Tensor | None = None) -> C
 
 
 def _sigmoid_choice(router: RouterSpec) -> ChooseExperts:
-    """By the scores before the sigmoid, as high ones are 1 after it."""
+    """Chooses by the scores before the sigmoid, because high ones saturate at 1."""
 
     def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
         best, experts = scores.float().topk(router.top_k)

@@ -38,7 +38,7 @@ class MTPHead:
     layer: DecoderLayer  # its `next_norm` is that of the LM head
     compute_angles: ComputeAngles
     lm_head: Sequence[Forward]
-    capturable: bool  # reads nothing back from the device; but `states` are another tensor in each step
+    capturable: bool  # reads nothing back from the device, but `states` is a different tensor in each step
     collected_layers: tuple[int, ...] = ()
     collected: list[Tensor] = field(default_factory=list)
     pooler: Pooler | None = None

@@ -49,7 +49,7 @@ class LayerNorm:
 
 
 class NoNorm:
-    """Stands where a layer has no norm, and after the last layer of a rank."""
+    """Takes the place of a norm where a layer has none, and after the last layer of a rank."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x

@@ -1,4 +1,4 @@
-"""The pooler: from the hidden states of a prompt to one vector, an embedding or the logits of a classifier."""
+"""The pooler: converts the hidden states of a prompt to one vector, an embedding or the logits of a classifier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec, Pool
 
 @dataclass(frozen=True)
 class Pooler:
-    """Every rank of the last stage holds it whole."""
+    """Replicated on every rank of the last stage."""
 
     pooling_types: tuple[PoolingType, ...]
     final_norm: Sequence[Forward]
@@ -24,8 +24,8 @@ class Pooler:
     normalize: bool
 
     def select(self, prompt: range) -> range:
-        """The rows of a prompt that the vector depends on. prompt: rows of the whole prompt, or of its last chunk if
-        the only pooling type is "last"."""
+        """Select the rows of a prompt that the vector depends on. prompt: rows of the whole prompt, or of its last
+        chunk if the only pooling type is "last"."""
         match self.pooling_types:
             case ("cls",):
                 return prompt[:1]

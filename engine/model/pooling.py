@@ -22,7 +22,7 @@ from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec
 def resolve_pooling(
     options: EngineOptions, directory: str, spec: ModelSpec | PretrainedSpec, modules: SentenceModules | None
 ) -> tuple[bool, PoolingConfig | None]:
-    """Whether the model generates, and how it makes vectors: None if it makes none or its family says how.
+    """Return whether the model generates, and how it makes vectors; None if it makes none or its family determines it.
 
     modules: those of sentence-transformers, if the checkpoint has them. Raises OptionError, ModelError.
     """
@@ -83,7 +83,7 @@ def _check_generates_only(options: EngineOptions) -> None:
 
 
 def _find_token_ids(options: EngineOptions, directory: Path) -> tuple[int, ...]:
-    """The ids of the tokens of --classifier-from-token."""
+    """Find the ids of the tokens of --classifier-from-token."""
     if options.tokenizer is None:
         tokenizer_directory = directory
     else:
@@ -104,7 +104,7 @@ def _check_conflicts(options: EngineOptions, spec: ModelSpec) -> None:
             f"--runner: {spec.architecture} has no LM head, so it cannot generate; take pooling, or omit it"
         )
     if options.convert == "none" and (options.runner == "pooling" or not spec.lm_head):
-        raise OptionError("--convert: none leaves nothing to serve of a model that does not generate; omit it")
+        raise OptionError("--convert: with none, a model that does not generate has nothing to serve; omit it")
     if options.convert == "classify" and not options.classifier_from_token and not _is_classifier(spec):
         raise OptionError(
             f"--convert: {spec.architecture} has no classification head; name the tokens of its classes with "

@@ -1,4 +1,4 @@
-"""What is known of a model that transformers' own code computes."""
+"""The spec of a model that runs in transformers' own code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PretrainedSpec:
-    """What is known of a model in transformers' own code before it is loaded."""
+    """What is known about the model before it is loaded."""
 
     architecture: str
     vocab_size: int

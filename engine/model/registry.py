@@ -74,7 +74,7 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
-# Linear modules in checkpoints that are no linear layers, or are never computed in int8.
+# Linear modules in checkpoints that are not linear layers, or are never computed in int8.
 UNQUANTISED = (".router.weight", ".shared_gate.weight", ".beta.weight", ".alpha.weight", ".kv_up.weight")
 
 FAMILIES: dict[str, Read] = {
@@ -94,7 +94,7 @@ FAMILIES: dict[str, Read] = {
     "BloomForCausalLM": bloom.read,
     "FalconForCausalLM": falcon.read,
     "MptForCausalLM": mpt.read,
-    "MPTForCausalLM": mpt.read,  # as MosaicML publishes it
+    "MPTForCausalLM": mpt.read,  # MosaicML's spelling
     "GraniteForCausalLM": granite.read,
     "GraniteMoeForCausalLM": granite_moe.read,
     "GraniteMoeSharedForCausalLM": granite_moe.read_shared,
@@ -219,7 +219,7 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     if quantized is None:
         return spec, weights
     weights = replace(weights, ignored=(*weights.ignored, *ATTENTION_SCALES))
-    if any(rule.scales for rule in weights.rules):  # the family has read it
+    if any(rule.scales for rule in weights.rules):  # already read by the family
         return replace(spec, grouped=_grouped(lambda rule: MXFP4 if rule.scales else None, spec, weights)), weights
     stored = quantization_config.read_quantization_config(quantized)
     if isinstance(stored, GGUFTensors):
@@ -254,7 +254,7 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
 
 
 def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """The spec with the engine's options applied. Every rank builds its decoder, and plans memory, from this one.
+    """Apply the engine's options to the spec. Every rank builds its decoder and plans memory from the result.
 
     Raises ModelError and OptionError."""
     if len(spec.longrope_lengths) > 1:
@@ -274,7 +274,7 @@ def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
 
 
 def _check_redundant_experts(spec: ModelSpec, settings: Settings) -> None:
-    """Refuse more slots than hold all experts on each rank."""
+    """Refuse more slots than are needed to hold all experts on each rank."""
     parallel = ParallelLayout(settings.tensor_parallel_size)
     for rank in range(parallel.size):
         shard = Shard(
@@ -295,7 +295,7 @@ def _check_redundant_experts(spec: ModelSpec, settings: Settings) -> None:
 
 
 def _apply_quantization(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """The effect of --quantization."""
+    """Apply --quantization."""
     if settings.quantization == "fp8":
         return spec.with_fp8() if settings.rounds_to_fp8 else spec.with_fp8_weights()
     if settings.quantization in INT4_GROUP_SIZES:
@@ -319,10 +319,10 @@ def _grouped(
 
 
 def _find_int8(stored: Int8Checkpoint, spec: ModelSpec, weights: WeightMap) -> Int8Spec | None:
-    """Translate the module names of the checkpoint to linear layers of the model. None if products with int8 weights
-    and activations do not suffice: a weight is of another kind, or layers that are computed as one are not alike."""
+    """Translate the module names of the checkpoint to linear layers of the model. None if int8 weights and activations
+    are not enough: a weight is of another kind, or merged layers differ."""
     excluded: set[str] = set()
-    kinds: dict[str, set[bool]] = {}  # layers that are computed as one -> whether they are in int8
+    kinds: dict[str, set[bool]] = {}  # merged layers -> whether they are in int8
     for rule in weights.expand(len(spec.layers)).values():
         is_ignored = any(map(stored.ignores, weights.list_spellings(rule.source.removesuffix(".weight"))))
         linear_layers = [layer for layer in map(find_linear_layer, rule.parameters) if layer is not None]

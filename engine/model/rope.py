@@ -1,6 +1,6 @@
 """Angles of rotary position embedding (arXiv:2104.09864): a pure function of the position, for each kind of scaling.
 
-A position has the same angles in every batch. Frequencies equal those of transformers' modeling_rope_utils.
+A position has the same angles in every batch. The frequencies equal those of transformers' modeling_rope_utils.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _yarn_frequencies(unscaled: Tensor, scaling: YarnScaling, base: float, head_
 def _build_dynamic_angles(base: float, scaling: DynamicScaling, head_dim: int, device: torch.device) -> ComputeAngles:
     """NTK-aware scaling where position p uses the base for a sequence of p + 1 tokens.
 
-    transformers uses one base for a whole forward pass, that of its last position, so there a token's angle depends on
-    how its prompt is chunked. Here it does not; token-by-token generation is the same in both.
+    transformers uses one base for a whole forward pass, that of its last position, so a token's angle depends on how
+    its prompt is chunked. This version does not; token-by-token generation is the same in both.
     """
     exponents = torch.arange(0, head_dim, 2, device=device).double() / head_dim
 

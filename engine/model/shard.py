@@ -1,4 +1,5 @@
-"""Which part of a model one rank holds: a `ModelSpec` split by a `ParallelLayout`. Torch-free; `cli.plan` uses it."""
+"""The part of a model that one rank holds: a `ModelSpec` split by a `ParallelLayout`. Torch-free; `cli.plan` uses
+it."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class Shard:
         return split_range(ffn.intermediate_size, self.layout.tp_size, self.weights, UNIT)[self.tp_rank]
 
     def experts(self, ffn: MoESpec) -> tuple[int, ...]:
-        """The experts of which this rank holds a part, at the start if they move."""
+        """The experts of which this rank holds a part; with rebalancing, at the start."""
         return self.place_experts(ffn)[self.engine]
 
     def expert_spans(self, ffn: MoESpec) -> tuple[range, ...]:
@@ -140,7 +141,7 @@ def build_shard(
     engines: int = 1,
     redundant_experts: int = 0,
 ) -> Shard:
-    """The part of `rank`. layers: how many each stage gets (--pipeline-parallel-layers), by default as costs say.
+    """Build the shard of `rank`. layers: layers per stage (--pipeline-parallel-layers); by default, balanced by cost.
     engine, engines, redundant_experts: as in `Shard`."""
     stage_layers = split_model_layers(spec, layout, layers)[layout.pp_rank(rank)]
     return Shard(layout, rank, stage_layers, weights, engine, engines, redundant_experts)
@@ -169,12 +170,13 @@ def split_model_layers(
         return tuple(range(a, b) for a, b in itertools.pairwise(starts))
     costs = [layer_cost(layer, spec.hidden_size) for layer in spec.layers]
     outer = spec.embedding_size or spec.hidden_size
-    times = 2 if spec.int8 is not None and not spec.int8_lm_head else 1  # a head in 16 bits beside layers in 8
+    times = 2 if spec.int8 is not None and not spec.int8_lm_head else 1  # a head in 16 bits next to layers in 8
     return split_layers(costs, layout.pp_size, first=times * spec.hidden_size, last=times * spec.vocab_size * outer)
 
 
 def layer_cost(layer: LayerSpec, width: int) -> float:
-    """Number of weights read per step, to which its time is proportional. The tokens of a busy step use all experts."""
+    """Number of weights read per step, to which its time is proportional. Assumes that the tokens of a step use all
+    experts."""
     mixer = layer.attention
     ffn = layer.ffn
     attention = _mixer_cost(mixer, width)
@@ -212,8 +214,8 @@ def describe_split(
     engines: int = 1,
     redundant_experts: int = 0,
 ) -> list[str]:
-    """Lines for the start-up log: how much each rank and each stage holds. Empty for a single rank. Arguments as in
-    `build_shard`."""
+    """Build lines for the start-up log that say how much each rank and each stage holds. Empty for a single rank.
+    Arguments as in `build_shard`."""
     shards = [
         build_shard(spec, layout, rank, weights, layers, engines=engines, redundant_experts=redundant_experts)
         for rank in range(layout.size)

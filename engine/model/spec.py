@@ -1,7 +1,8 @@
 """Model specifications: frozen dataclasses that describe a decoder, one entry per layer. No torch, no config.json.
 
 Families (`families/*`) write them; the modules in this package are built from them, and memory planning counts with
-them. Two models that differ in a number differ in a field, in an algorithm: in a class, in wiring: in `NormPosition`.
+them. Differences between models are expressed as follows: a number is a field, an algorithm is a class, the wiring is a
+`NormPosition`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None  # ALiBi, one per head: see `kernels.attention.paged_attention`
     qkv_clip: float | None = None  # queries, keys and values are limited to -qkv_clip .. qkv_clip
     sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
-    output_gate: bool = False  # what each head returns is multiplied by the sigmoid of a projection
+    output_gate: bool = False  # each head's output is multiplied by the sigmoid of a projection
     causal: bool = True  # False, in encoders: a query attends to the tokens after it as well; no KV is cached
 
     @property
@@ -78,8 +79,8 @@ class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     The cache holds one row per token for all heads: the latent vector, from which keys and values are projected, and a
-    rotated key of `qk_rope_head_dim` numbers that all heads share. So there is one KV head: its keys are these rows,
-    its values their first `kv_lora_rank` numbers.
+    rotated key of `qk_rope_head_dim` numbers that all heads share. So there is one KV head, whose keys are these rows
+    and whose values are their first `kv_lora_rank` numbers.
     """
 
     num_heads: int
@@ -157,7 +158,7 @@ class RouterSpec:
     correction_bias: bool = False  # a bias per expert added to its score for the choice only (arXiv:2408.15664)
     float32: bool = False  # compute the scores in float32 whatever the model's dtype
     bias: bool = False
-    scales_inputs: bool = False  # the weights multiply what the experts read, not what they return; with one of them
+    scales_inputs: bool = False  # the weights multiply the experts' inputs instead of their outputs; for top_k 1 only
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,8 @@ class ModelSpec:
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences have states beside their KV, which hold all tokens so far and cannot be cut back."""
+        """Whether sequences have states besides their KV, which summarise all tokens so far and cannot be rolled
+        back."""
         return any(isinstance(layer.attention, DeltaNetSpec) for layer in self.layers)
 
     @property
@@ -284,7 +286,7 @@ class ModelSpec:
         return replace(self, int8=Int8Spec(in_checkpoint=False), int8_lm_head=self.lm_head, grouped=None)
 
     def with_fp8(self) -> ModelSpec:
-        """Run linear layers in 8-bit floats, quantised while loading, and round activations likewise."""
+        """Run linear layers in 8-bit floats, quantised while loading, and quantise activations too."""
         return replace(self, fp8=True, int8_lm_head=False, grouped=None)
 
     def with_fp8_weights(self) -> ModelSpec:
@@ -340,7 +342,8 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def with_max_length(self, max_model_len: int) -> ModelSpec:
-        """Drop sliding windows, chunks and query temperatures that no sequence of `max_model_len` tokens reaches.
+        """Drop sliding windows, chunks and query temperatures that sequences of up to `max_model_len` tokens never
+        reach.
 
         Build the decoder and count KV groups from this same spec.
         """

@@ -1,4 +1,4 @@
-"""The text that shows what a model consists of on one rank: a tree of named parts."""
+"""A printable tree of the named parts of a model on one rank."""
 
 from __future__ import annotations
 

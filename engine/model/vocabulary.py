@@ -1,4 +1,4 @@
-"""The embedding and the LM head of one rank. Where they are tied and packed, they share their memory."""
+"""The embedding and the LM head of one rank. If they are tied and packed, they share memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve_llm.kernels.table import LookUp, Table, zeros
 
 
 class VocabularyTables:
-    """Loads the embedding and the LM head. A rank that has the embedding loads it first."""
+    """Loads the embedding and the LM head. A rank with both must load the embedding first."""
 
     def __init__(self, spec: ModelSpec, builder: ModelBuilder) -> None:
         self._spec = spec

@@ -56,24 +56,24 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The rules of one model. Strict both ways: every source must be in the checkpoint, and nothing but `ignored`
-    beside them."""
+    """The rules of one model. Strict both ways: every source must be in the checkpoint, which may contain nothing else
+    except `ignored`."""
 
     rules: tuple[WeightRule, ...]  # all but those of the embedding and the LM head
     embedding: str  # source of embedding.weight
     head: str  # source of head.weight; tied embeddings are stored under one of the two names, or both and equal
     prefix: str  # prefix of the base model's tensors; checkpoints of the bare base model lack it
     outside: tuple[str, ...] = ()  # how the names of other tensors outside the base model begin, such as "classifier."
-    ignored: tuple[str, ...] = ()  # regular expressions for the full names of tensors that have no use
+    ignored: tuple[str, ...] = ()  # regular expressions for the full names of unused tensors
     quantized: QuantizedModules | None = None
-    prefixes: tuple[tuple[str, str], ...] = ()  # how names in the checkpoint begin -> how names here begin instead
+    prefixes: tuple[tuple[str, str], ...] = ()  # prefix of names in the checkpoint -> prefix of names here
     other_words: tuple[tuple[str, str], ...] = ()  # parts of names in some checkpoints -> their equivalents here
-    stacks: tuple[WeightRule, ...] = ()  # tensors that some checkpoints have instead of one for each member
+    stacks: tuple[WeightRule, ...] = ()  # stacked tensors that some checkpoints have instead of one per member
     other_parts: tuple[str, ...] = ()  # modules of the model that are not served, among `ignored`
     is_gguf: bool = False  # the checkpoint is a GGUF file, whose tensors have names of their own
 
     def list_spellings(self, name: str) -> list[str]:
-        """The names that a tensor or module may have in the checkpoint. name: as in `rules`."""
+        """List the names that a tensor or module may have in the checkpoint. name: as in `rules`."""
         return [name] + [
             stored + name.removeprefix(prefix) for stored, prefix in self.prefixes if name.startswith(prefix)
         ]

@@ -67,7 +67,7 @@ def test_unknown_keys_that_are_allowed(caplog: pytest.LogCaptureFixture) -> None
     found = plan(odd, {"gpu": "h100"}, allow_unknown_config="layer_scale")
     assert found.spec == plan(published.LLAMA_8B, {"gpu": "h100"}).spec
     assert [record.message for record in caplog.records] == [
-        "config.json: passed over layer_scale: if that means another computation, answers are wrong"
+        "config.json: ignored layer_scale; if that changes the computation, answers are wrong"
     ]
     with pytest.raises(ModelError, match="--allow-unknown-config layer_scale"):
         plan(odd, {"gpu": "h100"})
