@@ -59,7 +59,7 @@ class HostBlocks:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _copy_on_host(self, copies: Iterable[BlockCopy]) -> None:
-        """Copies in this thread, because torch would wake all of its threads for each block, which takes longer than
+        """Copy in this thread, because torch would wake all of its threads for each block, which takes longer than
         the copy."""
         blocks, slots = self._arrays
         for copy in copies:

@@ -37,7 +37,7 @@ class Replica:
     def __init__(self, meter: Meter, engine: EngineHandle | None = None) -> None:
         """meter: counts for all processes of the engine, one after the other. engine: None: it is not started yet."""
         self.meter = meter
-        self.engine = engine  # None: removed by scaling down
+        self.engine = engine  # None: not started, or removed by scaling down
         self.is_lost = engine is None  # there is no process, or it is gone and has not been replaced yet
         self.is_draining = False  # accepts no more requests, because it is about to be stopped
         self.has_served = engine is not None

@@ -158,7 +158,7 @@ OPTION_FAULTS = [
     Fault(
         "a longer context than the model's",
         OPTIONS,
-        "--max-model-len: 1048576 is more than the 2048 tokens that this model allows; give less, .*",
+        "--max-model-len: 1048576 is more than the 2048 tokens that this model allows; lower it, .*",
         ("demo", "--max-model-len", "1M"),
     ),
     Fault(
