@@ -324,9 +324,9 @@ def build_executor(
 ) -> Executor:
     """Load the model on all ranks and allocate the KV cache.
 
-    weights: None for a PretrainedSpec. raw: config.json. worker_group: the started workers, which end with the
-    executor; None if the one rank runs in this process. expert_groups: with the engines that share the experts. Raises
-    the error of a rank that fails, and CapacityError if the cache is too small for one request.
+    weights: None for a PretrainedSpec. raw: config.json. worker_group: started workers, which end with the
+    executor; None to start them here if needed. expert_groups: with the engines that share the experts. Raises the
+    error of a rank that fails, and CapacityError if the cache is too small for one request.
     """
     if isinstance(spec, ModelSpec):
         parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
