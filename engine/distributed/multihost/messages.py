@@ -52,7 +52,7 @@ class NodeReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunRanks(msgspec.Struct, tag=True, frozen=True):
-    ranks: list[int]  # of the engine that replies
+    ranks: list[int]  # ranks of the engine that replies
     on_gpus: bool  # one GPU per rank
     options: EngineOptions  # node 0's options, without secrets
     url: str  # where ranks send WorkerHello
