@@ -1,6 +1,8 @@
-"""The contract of kernels that add LoRA adapters (arXiv:2106.09685) to the outputs of a linear layer.
+"""The contracts of kernels that add LoRA adapters (arXiv:2106.09685) to the outputs of a linear layer.
 
-Without such a kernel, adapters are computed with ordinary linear kernels (`engine.model.lora`).
+A CPU's kernels take the rows of a step by adapter. A GPU's kernels hold the adapters of a layer in slots, so that a
+captured step computes whatever adapters the slots hold. Without either, adapters are computed with ordinary linear
+kernels (`engine.model.lora`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 LoRAProduct: TypeAlias = Any  # an adapter's weights for one layer, in the form of the kernels that packed them
@@ -48,3 +51,27 @@ class LoRAKernels(Protocol):
         groups: the products, each with the indices, (n,) int64, of its rows; None: all rows. No row is in two groups.
         The bits of a row depend on its own numbers alone.
         """
+
+
+class LoRASlots(Protocol):
+    """The adapters of one linear layer. Slots have fixed addresses and one size, and are empty at first."""
+
+    def put(self, slot: int, down: Tensor, expansions: Sequence[ExpansionWeight]) -> None:
+        """Copy an adapter into the slot. down: (columns, inputs). Each expansion has the outputs of one part."""
+
+    def clear(self, slot: int) -> None:
+        """Empty the slot."""
+
+    def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
+        """Add to y (rows, outputs) what the adapter of each row makes of its row of x (rows, inputs).
+
+        slots: (rows,) int64: the slot of each row's adapter, -1 for none. It is read on the device. An empty slot adds
+        nothing. The bits of a row depend on its own numbers alone.
+        """
+
+
+class AllocateLoRASlots(Protocol):
+    def __call__(
+        self, num_slots: int, max_rank: int, inputs: int, parts: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> LoRASlots:
+        """parts: the outputs of each part of the layer, in order. max_rank: the most columns that a part may have."""

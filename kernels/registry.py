@@ -43,7 +43,7 @@ from serve_llm.kernels.cpu.rows import RowKernels
 from serve_llm.kernels.cpu.sampling import CompiledSampling
 from serve_llm.kernels.invariance import Guard, LayerKind
 from serve_llm.kernels.linear_grouped import GroupedWeight
-from serve_llm.kernels.lora import LoRAKernels
+from serve_llm.kernels.lora import AllocateLoRASlots, LoRAKernels
 from serve_llm.kernels.sampling import DeviceSampling, SamplingKernels
 from serve_llm.kernels.torch_sampling import SyncSampling
 
@@ -74,6 +74,7 @@ class Kernels:
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     pack_experts: Callable[..., moe.PackedExperts]
     lora: LoRAKernels | None = None  # None: adapters are computed with linear layers
+    allocate_lora_slots: AllocateLoRASlots | None = None  # None: layers have no slots that hold adapters
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
 
 

@@ -50,6 +50,7 @@ class StepInputs:
     lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there
     token_types: Tensor | None = None  # (tokens,) int64, for models that have them
     state_slots: list[int] | None = None  # where each sequence's states are, in models with such
+    adapter_slots: Tensor | None = None  # (tokens,) int64, of captured steps with adapters: -1 without one
 
 
 class AttentionInputs(NamedTuple):

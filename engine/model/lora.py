@@ -1,9 +1,11 @@
 """LoRA (arXiv:2106.09685): linear layers that add the low-rank products of adapters to the rows that use them.
 
-Each rank holds up to --max-loras adapters in slots. A step's tokens are grouped by slot. Kernels of their own compute
-the products of all groups of a layer; where there are none, the model's linear kernels compute those of one group after
-another. A row has the same bits in any batch, and rows without an adapter are not touched. Row-parallel layers add
-their products before the all-reduce.
+Each rank holds up to --max-loras adapters in slots. On a CPU, a step's tokens are grouped by slot, and kernels of their
+own compute the products of all groups of a layer; where there are none, the model's linear kernels compute those of one
+group after another. On a GPU, a layer's slots have fixed addresses, and kernels read each row's slot on the device, so
+that a captured step serves any adapters; the rows of embeddings and experts are grouped there too, and steps whose
+adapters change these are not captured. A row has the same bits in any batch, and rows without an adapter are not
+touched. Row-parallel layers add their products before the all-reduce.
 
 DoRA (arXiv:2402.09353) also multiplies each output, without the bias, by its magnitude / the length of its row of the
 weight with the adapter. That factor is found when the adapter is loaded, and the product's weight contains it.
@@ -14,15 +16,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from serve_llm.engine.model.lora_rows import SlotRows, StepRows
 from serve_llm.engine.model.lora_targets import count_rows
+from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.lora import ExpansionWeight, LoRAKernels, LoRAProduct, OutputScale
+from serve_llm.kernels.lora import ExpansionWeight, LoRAKernels, LoRAProduct, LoRASlots, OutputScale
 
 ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn|ffn\.shared)\.\w+\.weight|head\.weight")
 Reorder = Callable[[str, Tensor], Tensor]
@@ -35,36 +38,6 @@ class BaseWeights:
 
     read_rows: ReadRows
     release: Callable[[], None]  # gives back the memory that reading took
-
-
-class SlotRows(NamedTuple):
-    """The rows of a step that use the adapter in a slot."""
-
-    slot: int
-    rows: Tensor | None  # (rows,) int64; None: all rows of the step
-
-
-class StepRows:
-    """The groups of the step that is being computed."""
-
-    def __init__(self) -> None:
-        self.groups: list[SlotRows] = []
-        self._num_rows = 0
-        self._slots: Tensor | None = None  # see `find_slots`
-
-    def begin(self, groups: list[SlotRows], num_rows: int = 0) -> None:
-        """num_rows: of the step, for `find_slots`."""
-        self.groups = groups
-        self._num_rows = num_rows
-        self._slots = None
-
-    def find_slots(self, device: torch.device) -> Tensor:
-        """(rows of the step,) int64: the slot of each row, -1 without an adapter. Computed once per step."""
-        if self._slots is None:
-            self._slots = torch.full((self._num_rows,), -1, device=device)
-            for slot, rows in self.groups:
-                self._slots[slice(None) if rows is None else rows] = slot
-        return self._slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,9 +137,30 @@ class LoRALinear:
     kernels: LoRAKernels
     dtype: torch.dtype | None = None  # that of the products; None: the model's
     products: dict[int, LoRAProduct] = field(default_factory=dict)  # by slot
+    slots: LoRASlots | None = None  # on a GPU they hold the adapters, in place of `products`
+
+    def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LoRAProduct:
+        """What `put` takes. See `LoRAKernels.pack`."""
+        return (down, expansions) if self.slots is not None else self.kernels.pack(down, expansions)
+
+    def put(self, slot: int, product: LoRAProduct | None) -> None:
+        """product: from `pack`; None if the adapter does not change the layer."""
+        if self.slots is None:
+            self.products.pop(slot, None)
+            if product is not None:
+                self.products[slot] = product
+        elif product is None:
+            self.slots.clear(slot)
+        else:
+            down, expansions = product
+            self.slots.put(slot, down, expansions)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         y = self.base(x)
+        if self.slots is not None:
+            if self.step.slots is not None:
+                self.slots.add(y, x, self.step.slots.expand(len(x)))
+            return y
         groups = [(self.products[slot], rows) for slot, rows in self.step.groups if slot in self.products]
         if groups:
             self.kernels.add(y, x, groups)
@@ -215,11 +209,17 @@ class LoRAExperts:
             layer.kernels.add(y, x, groups)
 
 
+AllocateSlots = Callable[[LoRALinear], LoRASlots]
+
+
 class LoRALayers:
     """All layers of a rank that adapters can change, and the rows of the current step."""
 
-    def __init__(self, kernels: LoRAKernels) -> None:
+    def __init__(self, kernels: LoRAKernels, allocate: AllocateSlots | None = None) -> None:
+        """allocate: the slots of a layer, on a GPU; not those of experts and of the embedding."""
         self.kernels = kernels
+        self._allocate = allocate
+        self._are_allocated = allocate is None
         self.layers: list[LoRALinear] = []  # those of experts too
         self.experts: list[LoRAExperts] = []
         self.embedding: LoRAEmbedding | None = None  # None where the rank has no part of it
@@ -278,21 +278,58 @@ class LoRALayers:
         self.layers.append(layer)
         return layer
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether layers hold their adapters in slots of their own: all but experts and the embedding."""
+        return self._allocate is not None
+
+    def allocate_slots(self) -> None:
+        """Allocate these slots, unless they are there. No captured step with adapters may be older."""
+        if self._allocate is None or self._are_allocated:
+            return
+        of_experts = {id(layer) for experts in self.experts for layer in (*experts.firsts, *experts.lasts)}
+        for layer in self.layers:
+            if id(layer) not in of_experts:
+                layer.slots = self._allocate(layer)
+        self._are_allocated = True
+
     def begin_step(
-        self, slots: Sequence[int | None], starts: Sequence[int], selected_starts: Sequence[int], device: torch.device
+        self,
+        slots: Sequence[int | None],
+        starts: Sequence[int],
+        selected_starts: Sequence[int],
+        copier: DeviceCopier,
+        is_grouped: bool,
     ) -> None:
         """slots: one per sequence, None without an adapter. starts: where each one's tokens begin, and the end.
-        selected_starts: the same for the selected tokens."""
-        self._all.begin(_group(slots, starts, device), starts[-1])
-        self._selected.begin(_group(slots, selected_starts, device), selected_starts[-1])
+        selected_starts: the same for the selected tokens. is_grouped: whether an adapter may change a layer that does
+        not hold its adapters in slots of its own."""
+        self._all.begin_sequences(slots, starts, copier, is_grouped, self.has_slots)
+        self._selected.begin_sequences(slots, selected_starts, copier, is_grouped, self.has_slots)
 
-    def begin_logits(self, slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> None:
+    def begin_logits(self, slots: Sequence[int | None], starts: Sequence[int], copier: DeviceCopier) -> None:
         """Before the LM head. starts: where the rows of each sequence begin among those of the logits, and the end."""
-        self._logits.begin(_group(slots, starts, device))
+        self._logits.begin_sequences(slots, starts, copier, not self.has_slots, self.has_slots)
 
-    def begin_logits_of(self, slot: int | None) -> None:
+    def begin_logits_of(self, slot: int | None, device: torch.device) -> None:
         """Before the LM head computes only rows of one sequence."""
-        self._logits.begin([] if slot is None else [SlotRows(slot, None)])
+        if slot is None:
+            self._logits.begin([])
+        elif not self.has_slots:
+            self._logits.begin([SlotRows(slot, None)])
+        else:
+            self._logits.begin([], slots=torch.full((1,), slot, device=device))
+
+    def begin_captured_step(self, slots: Tensor | None, rows: Tensor | None) -> None:
+        """Of a step that is captured. slots: (tokens,) int64, that of each token, -1 for none; None: the step computes
+        only the base model. rows: (rows,) int64, the tokens that the LM head computes; None: all."""
+        if slots is None:
+            self.end_step()
+            return
+        self._all.begin([], slots=slots)
+        selected = slots if rows is None else slots[rows]
+        self._selected.begin([], slots=selected)
+        self._logits.begin([], slots=selected)
 
     def end_step(self) -> None:
         """What follows computes only the base model."""
@@ -315,14 +352,3 @@ def _add_rows(y: Tensor, chunk: slice | Tensor, product: Tensor) -> None:
         y[chunk] += product
     else:
         y.index_add_(0, chunk, product)
-
-
-def _group(slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> list[SlotRows]:
-    rows: dict[int, list[int]] = {}
-    for slot, start, end in zip(slots, starts, starts[1:], strict=False):
-        if slot is not None and end > start:
-            rows.setdefault(slot, []).extend(range(start, end))
-    return [
-        SlotRows(slot, None if len(indices) == starts[-1] else torch.tensor(indices, device=device))
-        for slot, indices in sorted(rows.items())
-    ]

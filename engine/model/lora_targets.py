@@ -198,14 +198,14 @@ def map_parameters(spec: ModelSpec, weight_map: WeightMap) -> dict[str, WeightRu
 
 def count_adapter_bytes(spec: ModelSpec, shard: Shard, config: Config) -> int:
     """Most bytes that adapters take on this rank: slots, and on a CPU what is kept beside them, full of adapters of the
-    highest rank with DoRA's two numbers per output, a step's products, and a part of a weight that is read while one is
-    loaded."""
+    highest rank with DoRA's two numbers per output, a step's products, an adapter that is loaded into a slot of a GPU,
+    and a part of a weight that is read for that."""
     if config.max_loras == 0:
         return 0
     layers = [*_list_linear_layers(spec, shard), *_list_outer_layers(spec, shard)]
     sizes = [_fill_up(layer.num_own_outputs) + layer.num_own_inputs for layer in layers]
     products = [_count_product(layer, config.max_lora_rank) for layer in layers]
-    num_held = max(config.max_loras, config.max_cpu_loras) if config.device == "cpu" else config.max_loras
+    num_held = max(config.max_loras, config.max_cpu_loras) if config.device == "cpu" else config.max_loras + 1
     slots = num_held * config.max_lora_rank * sum(sizes)
     scales = num_held * 2 * sum(layer.num_own_outputs for layer in layers)
     read = 3 * min(MAX_READ_ELEMENTS, max((layer.outputs * layer.inputs for layer in layers), default=0))

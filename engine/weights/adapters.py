@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from serve_llm.engine.model.lora_expert_stacks import list_stacked_weights
 from serve_llm.engine.model.lora_targets import MAX_READ_ELEMENTS, find_lora_targets, map_parameters
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
+from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.parameters import locate
 from serve_llm.kernels.lora import ExpansionWeight, LoRAProduct, OutputScale
 from serve_llm.kernels.registry import Kernels
@@ -39,6 +41,7 @@ class _BuiltAdapter(NamedTuple):
 
     products: list[LoRAProduct | None]  # in the order of `LoRALayers.layers`; None where it changes nothing
     embedding: EmbeddingProduct | None
+    needs_groups: bool  # it changes the embedding or experts, whose layers have no slots of their own
 
 
 class AdapterLoader:
@@ -68,6 +71,7 @@ class AdapterLoader:
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
+        self._slots_with_groups: set[int] = set()  # whose adapters need groups, see `_BuiltAdapter`
         self._memory: AdapterMemory[_BuiltAdapter | AdapterContents] = AdapterMemory(max_kept)
 
     def load(self, slot: int, adapter: Adapter, files: AdapterFiles | None = None) -> None:
@@ -79,10 +83,7 @@ class AdapterLoader:
         kept = self._memory.find(adapter.digest) or self._read(adapter, files)
         built = kept if isinstance(kept, _BuiltAdapter) else self._build(kept)
         for layer, product in zip(self.layers.layers, built.products, strict=True):
-            if product is None:
-                layer.products.pop(slot, None)
-            else:
-                layer.products[slot] = product
+            layer.put(slot, product)
         for experts in self.layers.experts:
             experts.update(slot)
         if self.layers.embedding is not None:
@@ -90,7 +91,22 @@ class AdapterLoader:
                 self.layers.embedding.products.pop(slot, None)
             else:
                 self.layers.embedding.products[slot] = built.embedding
+        self._slots_with_groups.discard(slot)
+        if built.needs_groups:
+            self._slots_with_groups.add(slot)
         self._memory.put(adapter.digest, slot, built if self._device.type == "cpu" else kept)
+
+    def needs_groups(self, slots: Iterable[int | None]) -> bool:
+        """Whether one of the slots has an adapter for a layer that takes a step's rows in groups. Ranks agree."""
+        if self.layers.has_slots:
+            return not self._slots_with_groups.isdisjoint(slots)
+        return any(slot is not None for slot in slots)
+
+    def begin_step(
+        self, slots: Sequence[int | None], starts: Sequence[int], selected_starts: Sequence[int], copier: DeviceCopier
+    ) -> None:
+        """See `LoRALayers.begin_step`."""
+        self.layers.begin_step(slots, starts, selected_starts, copier, self.needs_groups(slots))
 
     def _read(self, adapter: Adapter, files: AdapterFiles | None) -> AdapterContents:
         """Raises EngineError if the files are not what they were."""
@@ -115,7 +131,8 @@ class AdapterLoader:
         uses_dora = any(module.magnitude is not None for module in contents.modules.values())
         if uses_dora and self.layers.base_weights is not None:
             self.layers.base_weights.release()
-        return _BuiltAdapter(products, embedding)
+        kinds = {self._targets[module].kind for module in contents.modules}
+        return _BuiltAdapter(products, embedding, not kinds.isdisjoint(("embedding", "expert", "experts")))
 
     def _build_product(self, layer: LoRALinear, contents: AdapterContents, stacks: _Stacks) -> LoRAProduct | None:
         """None if the adapter does not change the layer."""
@@ -149,7 +166,7 @@ class AdapterLoader:
             expansions.append(ExpansionWeight(columns[found.key], outputs, up, scale))
         if not expansions:
             return None
-        return layer.kernels.pack(self._prepare(torch.cat(downs), layer.dtype), expansions)
+        return layer.pack(self._prepare(torch.cat(downs), layer.dtype), expansions)
 
     def _find_weight(self, name: str, contents: AdapterContents, stacks: _Stacks) -> _AdaptedWeight | None:
         """What the adapter holds for a parameter of the model."""

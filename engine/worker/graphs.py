@@ -45,6 +45,7 @@ class Size(NamedTuple):
     tokens: int
     sequences: int  # without the sequence of padding tokens
     is_mixed: bool = False  # sequences may have any number of tokens
+    has_adapters: bool = False  # some tokens may have an adapter
 
 
 class Captured(NamedTuple):
@@ -67,9 +68,10 @@ class StepGraphs:
         max_num_seqs: int,
         max_model_len: int,
         is_last: bool = True,
+        has_adapters: bool = False,
     ) -> None:
         """compute: may read nothing of a step on the host except upper bounds of its lengths. is_last: this is the last
-        pipeline stage, which computes logits."""
+        pipeline stage, which computes logits. has_adapters: steps may have adapters."""
         self._compute = compute
         self._capture = capture
         self._copier = copier
@@ -78,6 +80,7 @@ class StepGraphs:
         self.mixed_sequences = mixed_sequences(max_num_seqs)
         self.max_tokens = max_num_seqs
         self._is_last = is_last
+        self._has_adapters = has_adapters
         self._groups = tuple(groups)
         self._tables = []
         for group in groups:
@@ -92,14 +95,16 @@ class StepGraphs:
     @property
     def num_sizes(self) -> int:
         """The maximum number of graphs."""
-        return len(self.decode_sizes) + len(MIXED_TOKENS) * len(self.mixed_sequences)
+        num_sizes = len(self.decode_sizes) + len(MIXED_TOKENS) * len(self.mixed_sequences)
+        return 2 * num_sizes if self._has_adapters else num_sizes
 
     def logits(self, step: BatchArrays, received: Tensor | None = None) -> Tensor:
         """step: of single tokens. received: hidden states of the previous stage. Returns (sequences, columns). The next
         call may overwrite them."""
         count = len(step.ids)
         size = self.decode_sizes[bisect_left(self.decode_sizes, count)]
-        return self._run(Size(size, size), step, None, received)[:count]
+        has_adapters = step.adapter_slots is not None
+        return self._run(Size(size, size, has_adapters=has_adapters), step, None, received)[:count]
 
     def capture_decode(self, num_sequences: int) -> None:
         """Capture the decode step of this size, one of `decode_sizes`, unless there is a graph. Only for a model of
@@ -136,7 +141,8 @@ class StepGraphs:
         num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(step.ids))]
         count = max(len(step.context_lens), len(rows))
         num_sequences = self.mixed_sequences[bisect_left(self.mixed_sequences, count)]
-        result = self._run(Size(num_tokens, num_sequences, is_mixed=True), step, rows, received)
+        size = Size(num_tokens, num_sequences, is_mixed=True, has_adapters=step.adapter_slots is not None)
+        result = self._run(size, step, rows, received)
         return result[: len(rows) if self._is_last else len(step.ids)]
 
     def _run(self, size: Size, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None) -> Tensor:
@@ -169,7 +175,7 @@ class PackedShape(NamedTuple):
     """The layout of a step's numbers in one array of int64, which is copied to the device at once. Each part begins at
     a multiple of 16 bytes, as kernels are compiled for such addresses."""
 
-    token_rows: int  # ids, request indices, positions, and the slots of each KV group
+    token_rows: int  # ids, request indices, positions, the slots of each KV group, and those of adapters if there are
     tokens: int
     rows: int
     length_rows: int  # query starts, context lengths, and those of each KV group's chunks
@@ -222,7 +228,7 @@ class _Buffers:
         received: Tensor | None,
     ) -> None:
         """tables: block tables of the largest size, which all sizes share. received: like what this size receives."""
-        num_tokens, num_sequences, is_mixed = size
+        num_tokens, num_sequences, is_mixed, has_adapters = size
         device = tables[0].device
         self.received = None if received is None else received.new_zeros((num_tokens, received.shape[1]))
         num_rows = num_sequences if is_mixed and is_last else 0
@@ -233,7 +239,7 @@ class _Buffers:
         else:
             starts = list(range(num_sequences + 1))
         self._tables = [table[:num_sequences] for table in tables]
-        self._shape = PackedShape(3 + len(tables), num_tokens, num_rows, 2 + len(groups), num_sequences)
+        self._shape = PackedShape(3 + len(tables) + has_adapters, num_tokens, num_rows, 2 + len(groups), num_sequences)
         self._packed = torch.zeros(self._shape.size, dtype=torch.int64, device=device)
         numbers, rows, lengths = self._shape.split(self._packed, self._packed.view(torch.int32))
         query_starts, context_lens, *chunk_context_lens = lengths
@@ -248,6 +254,7 @@ class _Buffers:
             for group, chunk_lens in zip(groups, chunk_context_lens, strict=True)
         ]
         ids, req_indices, positions, *slots = numbers
+        adapter_slots = slots.pop() if has_adapters else None
         self.req_indices = req_indices
         self.inputs = StepInputs(
             ids=ids,
@@ -256,6 +263,7 @@ class _Buffers:
             context_lens=[max_model_len] * num_sequences,  # upper bounds
             groups=tuple(GroupInputs(*parts) for parts in zip(slots, self._tables, chunks, strict=True)),
             lengths=Lengths(query_starts, context_lens),
+            adapter_slots=adapter_slots,
         )
 
     def fill(
@@ -269,7 +277,10 @@ class _Buffers:
         as_int32: np.ndarray = packed.view(np.int32)
         numbers, padded_rows, lengths = self._shape.split(packed, as_int32)
         query_starts, context_lens, *chunk_context_lens = lengths
-        for row, values in zip(numbers, (step.ids, step.req_indices, step.positions, *step.slots), strict=True):
+        of_tokens = [step.ids, step.req_indices, step.positions, *step.slots]
+        if step.adapter_slots is not None:
+            of_tokens.append(step.adapter_slots)
+        for row, values in zip(numbers, of_tokens, strict=True):
             row[:count] = values
         for slots in numbers[3:]:
             slots[count:] = -1

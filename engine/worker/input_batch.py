@@ -55,6 +55,7 @@ class BatchArrays:
     slots: Sequence[Ints]  # per group
     tables: Sequence[np.ndarray]  # per group
     all_known: bool  # no id is LAST_SAMPLED
+    adapter_slots: Ints | None = None  # (tokens,), -1 for a token without an adapter; None: no token has one
 
     @property
     def state_slots(self) -> list[int]:

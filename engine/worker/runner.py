@@ -19,6 +19,7 @@ from serve_llm.common.errors import EngineError
 from serve_llm.common.types import TokenLogprobs
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.lora_rows import spread_slots
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.sampling.choose import build_sampler
 from serve_llm.engine.sampling.grammar_mask import Mask, intersect, unpack_masks
@@ -85,6 +86,7 @@ class Runner:
                 config.max_num_seqs,
                 config.max_model_len,
                 shard.is_last,
+                has_adapters=adapters is not None,
             )
 
     def forget_ids(self, req_index: int, num_ids: int) -> None:
@@ -106,7 +108,10 @@ class Runner:
         self._input_batch.apply(scheduler_output)
         adapter_slots = self._load_adapters(scheduler_output)
         arrays = self._input_batch.gather(scheduler_output.scheduled)
-        if self.graphs is not None and not adapter_slots:
+        needs_groups = self._adapters is not None and self._adapters.needs_groups(adapter_slots)
+        if self.graphs is not None and not needs_groups:
+            if adapter_slots:
+                arrays = replace(arrays, adapter_slots=spread_slots(adapter_slots, np.diff(arrays.query_starts)))
             replayed = self._replay(self.graphs, scheduler_output.scheduled, arrays)
             if replayed is not None:
                 return self._finish_replay(scheduler_output, replayed, masks)
@@ -137,7 +142,7 @@ class Runner:
         rows, starts = self._select_rows(scheduled, inputs) if self._shard.is_last else (None, inputs.query_starts)
         if adapter_slots and self._adapters is not None:
             last_starts = inputs.query_starts if self._sends_last_states else starts
-            self._adapters.layers.begin_step(adapter_slots, inputs.query_starts, last_starts, self._copier.device)
+            self._adapters.begin_step(adapter_slots, inputs.query_starts, last_starts, self._copier)
         if not self._shard.is_last:
             self._decoder.forward(inputs, self.caches)
             self._receive_masks(scheduler_output, masks)
@@ -186,7 +191,7 @@ class Runner:
             hidden = hidden[self._copier.to_device(np.array(sampled_rows))]
         if adapter_slots and self._adapters is not None:
             logits_starts = [0, *accumulate(chunk.num_samples for chunk in scheduled)]
-            self._adapters.layers.begin_logits(adapter_slots, logits_starts, self._copier.device)
+            self._adapters.layers.begin_logits(adapter_slots, logits_starts, self._copier)
         return self._decoder.logits(hidden)
 
     def _load_adapters(self, scheduler_output: SchedulerOutput) -> list[int | None]:
@@ -242,6 +247,8 @@ class Runner:
         self, inputs: StepInputs, req_indices: Tensor, rows: Tensor | None, received: Tensor | None
     ) -> Tensor:
         """See `graphs.Compute`."""
+        if self._adapters is not None:
+            self._adapters.layers.begin_captured_step(inputs.adapter_slots, rows)
         inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
         hidden = self._decoder.run_layers(inputs, self.caches, rows, received)
         return self._decoder.logits(hidden) if self._shard.is_last else hidden
@@ -335,7 +342,7 @@ class Runner:
         """Add the log-probabilities of prompt ids and of forced output ids, which were not sampled."""
         for index, (chunk, start, end, result) in enumerate(zip(scheduled, starts, starts[1:], results, strict=False)):
             if adapter_slots and self._adapters is not None:
-                self._adapters.layers.begin_logits_of(adapter_slots[index])
+                self._adapters.layers.begin_logits_of(adapter_slots[index], self._copier.device)
             request = self._input_batch[chunk.req_index]
             known_ids = self._input_batch.known_ids(chunk.req_index)
             chunk_end = chunk.start + chunk.count

@@ -65,7 +65,8 @@ def _list_steps(config: Config, layout: CacheLayout) -> list[SchedulerOutput]:
     """The warm-up steps; none for a model that generates no text."""
     if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
         return []
-    return list(build_warm_up_steps(layout.groups, layout.count_sequences(config.max_num_seqs)))
+    max_num_seqs = layout.count_sequences(config.max_num_seqs)
+    return list(build_warm_up_steps(layout.groups, max_num_seqs, has_adapters=config.max_loras > 0))
 
 
 def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
@@ -79,16 +80,22 @@ def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
     logger.info("Common steps captured in %.2f s", time.perf_counter() - began)
 
 
-def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Iterator[SchedulerOutput]:
+def build_warm_up_steps(
+    groups: Sequence[GroupLayout], max_num_seqs: int, has_adapters: bool = False
+) -> Iterator[SchedulerOutput]:
     """Yield prompts of every kind, first eager and then captured; decode steps of all of them, captured; a prompt of
     each kind alone and two decode steps of the last one, captured. A size is captured when it occurs for the second
-    time."""
+    time. With adapters the last two prompts and decode steps again, with an adapter's slot, which is empty."""
     num_tokens = PROMPT_TOKENS + NUM_DECODES
     blocks = tuple([0] * -(-num_tokens // group.block_size) for group in groups)
 
-    def build_prompts(kinds: Sequence[Sampling], prompt_logprobs: int | None = None) -> SchedulerOutput:
+    def build_prompts(
+        kinds: Sequence[Sampling], prompt_logprobs: int | None = None, adapter_slot: int | None = None
+    ) -> SchedulerOutput:
         new_requests = [
-            NewRequestData(index, [0] * PROMPT_TOKENS, PROMPT_TOKENS, sampling, prompt_logprobs)
+            NewRequestData(
+                index, [0] * PROMPT_TOKENS, PROMPT_TOKENS, sampling, prompt_logprobs, adapter_slot=adapter_slot
+            )
             for index, sampling in enumerate(kinds)
         ]
         chunks = [ScheduledTokens(index, 0, PROMPT_TOKENS, blocks, True, []) for index in range(len(kinds))]
@@ -107,3 +114,8 @@ def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Ite
         yield build_prompts([sampling])
     for number in range(NUM_DECODES):
         yield build_decode(number, 1)
+    if has_adapters:
+        for _ in range(2):
+            yield build_prompts(KINDS[:1], adapter_slot=0)
+        for number in range(NUM_DECODES):
+            yield build_decode(number, 1)

@@ -18,7 +18,7 @@ from serve_llm.common.errors import CapacityError, EngineError
 from serve_llm.common.progress import ProgressLog
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.decoder import Decoder
-from serve_llm.engine.model.lora import LoRALayers, UnfusedLoRA
+from serve_llm.engine.model.lora import AllocateSlots, LoRALayers, LoRALinear, UnfusedLoRA
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
 from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard
@@ -47,6 +47,7 @@ from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.runner import Runner
 from serve_llm.engine.worker.warm_up import compile_kernels, warm_up
 from serve_llm.kernels import cache_fp8
+from serve_llm.kernels.lora import AllocateLoRASlots, LoRASlots
 from serve_llm.kernels.registry import Kernels, choose_sampling
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ class Worker:
         """Allocate the KV cache, and host memory slots for blocks evicted from it. num_blocks, num_slots: the smallest
         of all ranks."""
         self._layout = replace(self._layout, num_blocks=num_blocks, num_slots=num_slots)
+        if self._adapters is not None:
+            self._adapters.layers.allocate_slots()
         with oom.raise_as(CapacityError, "while allocating the KV cache"):
             self._runner = self._build_runner(self._layout)
             if num_slots and self._runner.caches:
@@ -157,7 +160,8 @@ class Worker:
         kernels = self._choose_kernels(spec)
         lora = None
         if config.max_loras:
-            lora = LoRALayers(kernels.lora or UnfusedLoRA(kernels.pack))
+            allocate = self._build_allocate(kernels.allocate_lora_slots)
+            lora = LoRALayers(kernels.lora or UnfusedLoRA(kernels.pack), allocate)
             self._adapter_bytes = count_adapter_bytes(spec, self._shard, config)
         progress_log = ProgressLog("Loading weights")
         with tqdm(desc="Loading weights", disable=None, leave=False) as bar:  # on a terminal only
@@ -197,6 +201,20 @@ class Worker:
                 device=self._device,
                 engines=config.expert_engines,
             )
+
+    def _build_allocate(self, allocate: AllocateLoRASlots | None) -> AllocateSlots | None:
+        """See `LoRALayers`."""
+        if allocate is None:
+            return None
+
+        def allocate_slots(layer: LoRALinear) -> LoRASlots:
+            config = self._config
+            parts = list(layer.parts.values())
+            outputs = [len(part.outputs) for part in parts]
+            dtype = layer.dtype or self._dtype
+            return allocate(config.max_loras, config.max_lora_rank, len(parts[0].inputs), outputs, dtype, self._device)
+
+        return allocate_slots
 
     def _load_other(self, spec: ModelSpec, load_decoder: LoadDecoder) -> None:
         self._model_kv_groups = spec.kv_groups
@@ -265,6 +283,11 @@ class Worker:
             state_bytes = empty.max_states * empty.state_bytes
             return plan(kv_cache.default_cpu_bytes(num_blocks * empty.block_bytes, local_ranks, free, state_bytes))
         one_block = replace(empty, num_blocks=1)  # holds all tokens of the measured steps
+        adapter_bytes = self._adapter_bytes
+        if self._adapters is not None:
+            before = torch.cuda.memory_allocated(self._device)
+            self._adapters.layers.allocate_slots()
+            adapter_bytes -= torch.cuda.memory_allocated(self._device) - before
         self._compile_kernels(one_block)
         if config.kv_cache_memory is not None:
             return plan(config.kv_cache_memory)
@@ -273,7 +296,7 @@ class Worker:
         del runner
         gc.collect()  # a runner and its graphs refer to each other
         torch.cuda.empty_cache()
-        return plan(max(0, free - self._adapter_bytes))
+        return plan(max(0, free - adapter_bytes))
 
     def _compile_kernels(self, layout: CacheLayout) -> None:
         """Compile Triton's kernels in parallel, with a separate runner. layout: of one block."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from serve_llm.common.types import Request, Sampling
 from serve_llm.kernels import cache_fp8, registry
-from support.engine import Result, generate, greedy, make_engine
-from support.gpu_path import KERNELS, graphs_of, make_gpu_engine
+from support.engine import generate, greedy, make_engine
+from support.gpu_path import KERNELS, assert_same, graphs_of, make_gpu_engine
 from support.matrix import mostly_slow
 from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
@@ -42,16 +42,6 @@ def load(vocab_size: int, count: int = 24) -> tuple[list[Request], list[int]]:
         sampling = Sampling(**({"max_tokens": rng.choice((1, 2, 12, 30)), "seed": number} | kinds[number % len(kinds)]))
         requests.append(Request(id=number, prompt_ids=prompt, sampling=sampling))
     return requests, [rng.randrange(30) for _ in range(count)]
-
-
-def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
-    for number, wanted in expected.items():
-        result = found[number]
-        assert (result.token_ids, result.finish_reason) == (wanted.token_ids, wanted.finish_reason), f"request {number}"
-        theirs = [*wanted.logprobs, *(wanted.prompt_logprobs or [])]
-        for ours, other in zip([*result.logprobs, *(result.prompt_logprobs or [])], theirs, strict=True):
-            assert (ours.rank, ours.top_ids) == (other.rank, other.top_ids)
-            assert [ours.logprob, *ours.top_logprobs] == pytest.approx([other.logprob, *other.top_logprobs], abs=1e-4)
 
 
 OPTIONS = {"block_size": 8, "max_num_seqs": 20, "max_num_batched_tokens": 37}

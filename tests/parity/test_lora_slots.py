@@ -73,7 +73,7 @@ def test_a_gpu_is_filled_from_files_kept_in_host_memory(root: Path, monkeypatch:
     loader = make_engine(checkpoint, max_loras=1, max_cpu_loras=2, **OPTIONS)._executor._worker._adapters
     read = []
     monkeypatch.setattr(loader, "_device", SimpleNamespace(type="cuda"))
-    nothing = weights._BuiltAdapter([None] * len(loader.layers.layers), None)
+    nothing = weights._BuiltAdapter([None] * len(loader.layers.layers), None, False)
     monkeypatch.setattr(loader, "_build", lambda contents: nothing)
     monkeypatch.setattr(
         weights, "read_adapter", lambda directory, *rest: read.append(1) or read_adapter(directory, *rest)

@@ -26,7 +26,8 @@ from serve_llm.engine.worker import runner
 from serve_llm.engine.worker.graphs import Captured
 from serve_llm.kernels import attention, moe, registry, rope
 from serve_llm.kernels.attention import Lengths
-from support.engine import make_draft_model
+from serve_llm.kernels.lora import ExpansionWeight
+from support.engine import Result, make_draft_model
 from support.ranks import Ranks, ThreadExecutor
 from support.resolved import resolve_all
 
@@ -89,6 +90,29 @@ def pack_experts(*arguments: Any) -> moe.Experts:
     return experts
 
 
+class AdapterSlots:
+    """See `kernels.lora.LoRASlots`. An adapter's products are made for all rows, and taken where it is the row's."""
+
+    def __init__(self, num_slots: int, max_rank: int, inputs: int, parts: Sequence[int], *_: object) -> None:
+        self._held: list[tuple[Tensor, Sequence[ExpansionWeight]] | None] = [None] * num_slots
+
+    def put(self, slot: int, down: Tensor, expansions: Sequence[ExpansionWeight]) -> None:
+        self._held[slot] = down, expansions
+
+    def clear(self, slot: int) -> None:
+        self._held[slot] = None
+
+    def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
+        assert slots.shape == (len(x),)
+        for slot, held in enumerate(self._held):
+            down, expansions = held or (x[:0], ())
+            for columns, outputs, up, scale in expansions:
+                part = y[:, outputs]
+                own = part if scale is None else scale(part)
+                added = own + (x @ down.T)[:, columns] @ up.T
+                part.copy_(torch.where((slots == slot)[:, None], added, part))
+
+
 def _some(angles: rope.Angles | None, rows: Tensor) -> rope.Angles | None:
     return None if angles is None else (angles[0][rows], angles[1][rows])
 
@@ -99,6 +123,7 @@ KERNELS = replace(
     rope_and_cache=rope_and_cache,
     rope_and_latent=rope_and_latent,
     pack_experts=pack_experts,
+    allocate_lora_slots=AdapterSlots,
     capturable=True,
 )
 
@@ -146,3 +171,14 @@ def graphs_of(engine: EngineCore) -> runner.StepGraphs:
     found = engine._executor._worker._runner.graphs  # type: ignore[attr-defined]
     assert found is not None
     return found
+
+
+def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
+    """Ids, reasons and ranks are equal, and log-probabilities nearly."""
+    for number, wanted in expected.items():
+        result = found[number]
+        assert (result.token_ids, result.finish_reason) == (wanted.token_ids, wanted.finish_reason), f"request {number}"
+        theirs = [*wanted.logprobs, *(wanted.prompt_logprobs or [])]
+        for ours, other in zip([*result.logprobs, *(result.prompt_logprobs or [])], theirs, strict=True):
+            assert (ours.rank, ours.top_ids) == (other.rank, other.top_ids)
+            assert [ours.logprob, *ours.top_logprobs] == pytest.approx([other.logprob, *other.top_logprobs], abs=1e-4)

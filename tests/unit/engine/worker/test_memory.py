@@ -175,14 +175,37 @@ def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: 
         worker, "compile_kernels", lambda runner, config, layout, threads: tried.append(layout.num_bytes)
     )
     found = make_engine(tmp_path, max_num_seqs=5)._executor._worker  # type: ignore[attr-defined]
+    layout = plan_on_a_gpu(found, monkeypatch)
+    assert tried == [layout.block_bytes] * 2 and layout.num_blocks == (1 << 24) // layout.block_bytes
+
+
+def plan_on_a_gpu(found: worker.Worker, monkeypatch: pytest.MonkeyPatch) -> CacheLayout:
     here, build_runner = found._config, found._build_runner
 
     def runner_on_a_cpu(layout: CacheLayout, capture: Capture | None = None) -> Runner:
         with monkeypatch.context() as patch:
             patch.setattr(found, "_config", here)
-            return cast(Runner, build_runner(layout, capture))
+            return build_runner(layout, capture)
 
     monkeypatch.setattr(found, "_build_runner", runner_on_a_cpu)
     monkeypatch.setattr(found, "_config", replace(here, device="cuda", kv_cache_memory=None))
-    layout = found._plan_cache()
-    assert tried == [layout.block_bytes] * 2 and layout.num_blocks == (1 << 24) // layout.block_bytes
+    return found._plan_cache()
+
+
+def test_slots_of_adapters_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there when memory is measured, unlike what else adapters take."""
+    make_checkpoint(tmp_path, "llama")
+    found = make_engine(tmp_path, enable_lora=True)._executor._worker  # type: ignore[attr-defined]
+    allocated = [0]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
+    monkeypatch.setattr(found._adapters.layers, "allocate_slots", lambda: allocated.__setitem__(0, 3 << 20))
+    monkeypatch.setattr(worker, "compile_kernels", lambda *_: None)
+
+    def free(*_: object) -> int:
+        assert allocated[0], "after the slots were allocated"
+        return 1 << 24
+
+    monkeypatch.setattr(worker, "find_free_gpu_memory", free)
+    monkeypatch.setattr(found, "_adapter_bytes", 5 << 20)
+    layout = plan_on_a_gpu(found, monkeypatch)
+    assert layout.num_blocks == ((1 << 24) - (2 << 20)) // layout.block_bytes
