@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from serve_llm.common.types import Adapter, Request
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.output import SchedulerOutput
 from serve_llm.engine.worker.warm_up import warm_up
@@ -15,7 +15,7 @@ from serve_llm.kernels import registry
 from support import gpu_path
 from support.adapter_requests import OPTIONS, PROMPTS, ask, ask_all, llama
 from support.adapters import make_adapter
-from support.engine import generate, make_engine
+from support.engine import generate, greedy, make_engine
 from support.gpu_path import assert_same, graphs_of, make_gpu_engine
 from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
@@ -110,12 +110,12 @@ def test_with_tritons_kernels_in_its_interpreter(tmp_path: Path, monkeypatch: py
     assert isinstance(kernels, registry.Kernels), kernels
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, "qwen3", num_hidden_layers=1, layer_types=None)
-    adapters: list[Adapter | None] = [
-        make_adapter(checkpoint, tmp_path / f"adapter{number}", seed=number, r=3 + number, use_dora=number == 1)
-        for number in range(2)
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", r=5, use_dora=True)
+    requests = [
+        msgspec.structs.replace(greedy(number, [300, 2, 45], 4), adapter=one)
+        for number, one in enumerate([None, adapter])
     ]
-    requests: list[Request] = [ask(number, PROMPTS[2], adapter) for number, adapter in enumerate([None, *adapters])]
-    options = {**OPTIONS, "max_lora_rank": 8, "max_loras": 2}
+    options = {**OPTIONS, "max_lora_rank": 8, "max_loras": 2, "max_num_seqs": 2}
     expected = generate(make_engine(checkpoint, **options), requests)
     engine = make_gpu_engine(checkpoint, monkeypatch, kernels, **options)
     assert_same(generate(engine, requests), expected)
