@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from parts.attention import TOLERANCE, difference
 from serve_llm.kernels import activation, delta_rule, linear_fp8, moe, norm, registry, rope
 from serve_llm.kernels import torch_sampling as definition
 from serve_llm.kernels.delta_rule import DeltaRule
+from serve_llm.kernels.lora import ExpansionWeight, OutputScale
 from serve_llm.kernels.registry import Kernels
 from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSampling, LogitAdjustments
 from support import experts, grouped, triton_rounding
@@ -234,6 +236,41 @@ def penalties(kernels: DeviceSampling, random: Numbers, columns: int) -> Found:
     yield "bias and penalties", float((ours - theirs)[finite].abs().max()), 1e-5
 
 
+def adapters(
+    kernels: Kernels, random: Numbers, sizes: tuple[tuple[int, tuple[int, ...], int], ...], counts: tuple[int, ...]
+) -> Found:
+    """Three adapters of a layer, the last one with DoRA's factors, and an empty slot. sizes: inputs, parts, rank.
+    counts: of rows."""
+    assert kernels.allocate_lora_slots is not None
+    for inputs, parts, rank in sizes:
+        held = kernels.allocate_lora_slots(4, rank, inputs, parts, BF16, random.device)
+        ends = list(accumulate(parts))
+        weights = []
+        for slot in range(3):
+            down, up = random(len(parts) * rank, inputs) / inputs**0.5, random(sum(parts), rank)
+            factor = 1 + 0.1 * random(sum(parts), dtype=torch.float32) if slot == 2 else None
+            expansions = []
+            for number, (first, end) in enumerate(pairwise([0, *ends])):
+                scale = None if factor is None else OutputScale(factor[first:end], None)
+                columns = slice(number * rank, (number + 1) * rank)
+                expansions.append(ExpansionWeight(columns, slice(first, end), up[first:end], scale))
+            held.put(slot, down, expansions)
+            weights.append((down, expansions))
+        for rows in counts:
+            x, ours = random(rows, inputs), random(rows, sum(parts))
+            wanted = ours.float()
+            slots = torch.arange(rows, device=random.device) % 5 - 1
+            for slot, (down, expansions) in enumerate(weights):
+                own = slots == slot
+                for columns, outputs, up, scale in expansions:
+                    before = wanted[own, outputs]
+                    before = before if scale is None else before * scale.factor
+                    hidden = x[own].float() @ down[columns].float().t()
+                    wanted[own, outputs] = before + hidden @ up.float().t()
+            held.add(ours, x, slots)
+            yield "adapters", difference(ours, wanted), 2e-2
+
+
 def tell(here: common.Place, found: Found, expected: str) -> None:
     """One row for each name: the worst. expected: what the row is called if it all ends with an error."""
     worst: dict[str, tuple[float, float]] = {}
@@ -277,6 +314,8 @@ def check(here: common.Place) -> None:
     tell(here, products_packed(kernels, random, shapes[: 1 if tiny else 3]), "weights in groups")
     mixed = ((5, 6, 2, 32, 24),) if tiny else ((1, 32, 8, 2048, 768), (64, 32, 8, 2048, 768), (700, 8, 2, 1024, 3584))
     tell(here, mixtures(kernels, random, mixed), "experts")
+    layers = ((83, (70, 7, 13), 5),) if tiny else ((4096, (4096, 1024, 1024), 16), (14336, (4096,), 128))
+    tell(here, adapters(kernels, random, layers, (1, 20) if tiny else (1, 64, 300, 2000)), "adapters")
     tell(here, drawing(sampling, random, here.sized(64, 4), columns), "sampling")
     tell(here, log_probabilities(sampling, random, here.sized(64, 3), columns), "log-softmax")
     tell(here, penalties(sampling, random, columns), "bans")

@@ -125,7 +125,9 @@ def test_one_slot_for_all_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 90, 120])
+@pytest.mark.parametrize(
+    "capability", [86, 90, *(pytest.param(number, marks=pytest.mark.long) for number in (80, 120))]
+)
 def test_is_compiled_for_tensor_cores(capability: int) -> None:
     """Layers of an 8B model with ranks of 16 and 128, and a router in float32."""
 
