@@ -274,12 +274,12 @@ def test_what_is_short_is_said() -> None:
 def test_adapters_take_room() -> None:
     """Llama 8B has 41,943,040 numbers of adapters for rank 16 inside, and those of the embedding and the head; the
     products of 1024 rows are those of a feed-forward layer. DoRA has two float32 numbers for each of the 1,376,256
-    outputs and those of the embedding and the head."""
+    outputs and those of the embedding and the head. A GPU has three slots, and an adapter that is loaded into one."""
     base = plan(published.LLAMA_8B, {"gpu": "h100"}).chosen
     found = plan(published.LLAMA_8B, {"gpu": "h100"}, enable_lora=True, max_loras=3).chosen
     assert base.ranks[0].adapters == 0
-    scales = 3 * 2 * (1_376_256 + 4096 + 128_256) * 4
-    weights = 3 * (41_943_040 + 2 * 16 * (4096 + 128_256))
+    scales = 4 * 2 * (1_376_256 + 4096 + 128_256) * 4
+    weights = 4 * (41_943_040 + 2 * 16 * (4096 + 128_256))
     assert found.ranks[0].adapters == (weights + 1024 * (4096 + 14336)) * 2 + scales + 3 * 2**22 * 4
     assert 0 <= base.ranks[0].total - found.ranks[0].total < found.cache.block_bytes
     small = plan(published.LLAMA_8B, {"memory": 24 * GIB}, enable_lora=True, max_lora_rank=512, max_model_len=4096)
