@@ -66,7 +66,7 @@ def _list_steps(config: Config, layout: CacheLayout) -> list[SchedulerOutput]:
     if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
         return []
     max_num_seqs = layout.count_sequences(config.max_num_seqs)
-    return list(build_warm_up_steps(layout.groups, max_num_seqs, has_adapters=config.max_loras > 0))
+    return list(build_warm_up_steps(layout.groups, max_num_seqs, config.max_loras > 0))
 
 
 def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
