@@ -34,6 +34,7 @@ from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.parallel.groups import SingleRankGroup
 from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.sampling import choose
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.policy import TokenBudget
@@ -162,7 +163,7 @@ def build_engine(streams: int, watch: Stopwatch) -> EngineCore:
     vocabulary = VocabParallelLogits([range(VOCAB)], SingleRankGroup(), kernels)  # type: ignore[arg-type]
     with (
         mock.patch.object(runner, "CudaCapture", PlayedCapture),
-        mock.patch.object(runner, "choose_device_sampling", lambda device: kernels),
+        mock.patch.object(choose, "choose_device_sampling", lambda device: kernels),
     ):
         played = Runner(config, PlayedModel(streams), [], layout, vocabulary, Shard(ParallelLayout(), 0, range(1)))
     worker = PlayedWorker(played, watch)

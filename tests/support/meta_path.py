@@ -26,6 +26,7 @@ from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.sampling import choose
 from serve_llm.engine.weights import load
 from serve_llm.engine.worker import runner, worker
 from serve_llm.engine.worker.graphs import Captured
@@ -136,7 +137,7 @@ def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options
     assert isinstance(found, registry.Kernels), found
     monkeypatch.setattr(load, "choose", lambda *_, **__: found)
     monkeypatch.setattr(load, "build_dummy_loader", weights)
-    monkeypatch.setattr(runner, "choose_device_sampling", lambda device: sampling)
+    monkeypatch.setattr(choose, "choose_device_sampling", lambda device: sampling)
     monkeypatch.setattr(runner, "DeviceCopier", lambda device: MetaTransfer(watch))
     monkeypatch.setattr(runner, "CudaCapture", lambda device: capture)
     monkeypatch.setattr(worker, "compile_kernels", lambda *_: None)  # it may wait
