@@ -1,26 +1,29 @@
-"""Draw deploy/grafana/serve-llm.json with the data of a real server, for docs/metrics.md.
+"""Draw deploy's Grafana dashboards with the data of a real server, without Grafana.
 
-python tools/dashboard_picture.py       needs the packages of the extra `dev` and the programs prometheus and chromium
+python tools/dashboard_picture.py URL [--output dashboard.html]     needs the program prometheus
+python tools/dashboard_picture.py                                   needs the extra `dev` and chromium too
 
-A server with the demo model gets requests, Prometheus scrapes it, and each panel's queries are run. The program ends
-with an error if one of them has no data. Grafana is not involved: the page that Chromium draws says so.
+Prometheus scrapes the server for --seconds, and each panel's queries are run. Load the server meanwhile. Without a URL,
+the program draws the picture of docs/metrics.md: it starts a server with the demo model, loads it, and fails
+if a query has no data.
 """
 
 from __future__ import annotations
 
+import argparse
 import html
+import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-if TYPE_CHECKING:
-    from support.dashboard_data import Panel, Series
+from support.dashboard_panels import DASHBOARDS, PROMETHEUS, Panel, Prometheus, Series, read_panels  # noqa: E402
 
 UID = "serve-llm"
 IMAGE = ROOT / "docs" / "images" / "dashboard.png"
@@ -97,6 +100,8 @@ def draw_panel(panel: Panel, start: float, end: float) -> str:
         return f'<div class="row" style="{box}">{title}</div>'
     unit = panel.panel["fieldConfig"]["defaults"].get("unit", "short")
     lines = [line for series in panel.series.values() for line in series if line.points]
+    if not lines:
+        return f'<div class="panel" style="{box}"><b>{title}</b><p>No data</p></div>'
     highest = max(value for line in lines for _, value in line.points)
     legends = [
         f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>'
@@ -110,37 +115,74 @@ def draw_panel(panel: Panel, start: float, end: float) -> str:
     return f'<div class="panel" style="{box}">{limit}<b>{title}</b>{picture}{"".join(legends)}</div>'
 
 
-def draw_page(panels: list[Panel]) -> str:
+def draw_page(panels: list[Panel], note: str) -> str:
+    """note: what server it was. Raises SystemExit if no panel has data."""
     times = [when for panel in panels for series in panel.series.values() for line in series for when, _ in line.points]
+    if not times:
+        raise SystemExit("Prometheus has no data of the server: is the URL right, and does it ask for a key?")
     start, end = min(times), max(times)
     height = HEAD_PIXELS + ROW_PIXELS * max(one.panel["gridPos"]["y"] + one.panel["gridPos"]["h"] for one in panels)
     note = (
-        f"{end - start:.0f} seconds of a server with the demo model and two engines, of which one was killed. Drawn by "
-        "tools/dashboard_picture.py from the dashboard's JSON and Prometheus' answers to its queries, not by Grafana."
+        f"{end - start:.0f} seconds of {note}. Drawn by tools/dashboard_picture.py from the dashboard's JSON and "
+        "Prometheus' answers to its queries, not by Grafana."
     )
     body = "".join(draw_panel(panel, start, end) for panel in panels)
-    head = f"<header><b>deploy/grafana/{UID}.json</b><br>{html.escape(note)}</header>"
+    head = f"<header><b>deploy/grafana/{panels[0].uid}.json</b><br>{html.escape(note)}</header>"
     style = f'<meta charset="utf-8"><style>{STYLE}</style>'
     return f'<!doctype html>{style}<body style="height:{height}px">{head}{body}</body>'
 
 
-def main() -> None:
-    from playwright.sync_api import sync_playwright
+def watch(url: str, seconds: float, api_key: str | None) -> list[Panel]:
+    """All panels, after Prometheus has scraped the server at the URL for a time."""
+    if PROMETHEUS is None:
+        raise SystemExit("needs the program prometheus; on Debian: apt-get install prometheus")
+    with tempfile.TemporaryDirectory() as directory, Prometheus(url, Path(directory), api_key) as prometheus:
+        start = time.time()
+        time.sleep(seconds)
+        return read_panels(prometheus, start)
 
+
+def watch_demo() -> list[Panel]:
     from support.dashboard_data import run_under_load
 
     with tempfile.TemporaryDirectory() as directory, run_under_load(Path(directory), LOAD_SECONDS) as panels:
         empty = [query for panel in panels for query in panel.empty_queries]
         if empty:
             raise SystemExit("without data: " + "; ".join(empty))
-        page_text = draw_page([panel for panel in panels if panel.uid == UID])
-    IMAGE.parent.mkdir(exist_ok=True)
+        return panels
+
+
+def write_picture(page_text: str, path: Path) -> None:
+    """path: of HTML, or of a PNG, for which Chromium draws the page."""
+    if path.suffix == ".html":
+        path.write_text(page_text, encoding="utf-8")
+        return
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 24 * COLUMN_PIXELS, "height": 800})
         page.set_content(page_text)
-        page.screenshot(path=IMAGE, full_page=True)
+        page.screenshot(path=path, full_page=True)
         browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw a Grafana dashboard with the data of a server.")
+    parser.add_argument("url", nargs="?", metavar="URL", help="of a running server; not given: the picture of the docs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="HTML or PNG (default: dashboard.html)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for which the server is watched (default: 20)")
+    uids = [path.stem for path in sorted(DASHBOARDS.glob("*.json"))]
+    parser.add_argument("--dashboard", choices=uids, default=UID, help=f"which one (default: {UID})")
+    options = parser.parse_args()
+    if options.url is None:
+        panels, note = watch_demo(), "a server with the demo model and two engines, of which one was killed"
+        path = options.output or IMAGE
+    else:
+        panels, note = watch(options.url, options.seconds, os.environ.get("SERVE_LLM_API_KEY")), options.url
+        path = options.output or Path("dashboard.html")
+    write_picture(draw_page([panel for panel in panels if panel.uid == options.dashboard], note), path)
+    print(path)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.dashboard_data import PROMETHEUS, run_under_load
+from support.dashboard_data import run_under_load
+from support.dashboard_panels import PROMETHEUS
 
 
 @pytest.mark.slow

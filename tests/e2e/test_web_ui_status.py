@@ -56,6 +56,8 @@ def test_requests_of_other_clients(server: PageServer, page: Any) -> None:
 
 
 def test_engines_queue_and_front_ends(page: Any) -> None:
+    from support.browsers import find_serious
+
     answers: list[dict[str, Any]] = []
 
     def answer(route: Any) -> None:
@@ -96,6 +98,9 @@ def test_engines_queue_and_front_ends(page: Any) -> None:
     expect(page.locator("#queue")).to_have_text("5 of 64")
     expect(page.locator("#queue-tokens")).to_have_text("70 of 900 tokens")
     expect(front_ends.get_by_role("row")).to_contain_text(["Phase", "the server's", "other"])
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert find_serious(page) == [], scheme
 
     # What does not change is not drawn anew; what does, is.
     page.evaluate("document.querySelector('#engines .engine').dataset.seen = 'yes'")

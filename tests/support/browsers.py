@@ -8,7 +8,10 @@ from typing import Any
 
 from playwright.sync_api import expect, sync_playwright
 
+from support.manifests import ROOT
 from support.page_server import CHROMIUM, SECONDS
+
+AXE = (ROOT / "tests" / "vendor" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
 
 
 @contextmanager
@@ -38,3 +41,15 @@ def open_page(browser: Any, url: str) -> Iterator[Any]:
     yield opened
     context.close()
     assert problems == []
+
+
+def find_serious(page: Any) -> list[tuple[str, list[str]]]:
+    """The rules of accessibility that what is shown breaks seriously, according to axe-core, and the elements."""
+    if page.evaluate("typeof axe") == "undefined":
+        page.evaluate(AXE)
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        (one["id"], [node["html"] for node in one["nodes"]])
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]
