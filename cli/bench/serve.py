@@ -40,6 +40,7 @@ from serve_llm.cli.bench.report import (
     summarize_replies,
     write_json,
 )
+from serve_llm.cli.bench.workloads import WORKLOADS, parse_with_workload
 from serve_llm.cli.server_process import end_on_signals, find_server, split_target
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.help_text import DefaultsFormatter
@@ -82,6 +83,11 @@ def create_parser() -> argparse.ArgumentParser:
     add("--backend", choices=sorted(PATHS), default="openai", help="openai, vllm: completions; openai-chat: chat")
     add("--endpoint", metavar="PATH", help="path of the route, if it is not the backend's")
     add_dataset_name(parser)
+    add(
+        "--workload",
+        choices=sorted(WORKLOADS),
+        help="lengths, requests and concurrency of docs/performance.md; options beside it change them",
+    )
     add("--num-prompts", type=positive_int, default=1000, metavar="N", help="requests in all")
     add(
         "--request-rate",
@@ -170,7 +176,7 @@ def find_target(target: str, options: argparse.Namespace) -> str:
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code: 1 if a request failed. Raises ServeError."""
     target, rest = split_target(argv)
-    options, server_arguments = create_parser().parse_known_args(rest)
+    options, server_arguments = parse_with_workload(create_parser(), rest)
     target = find_target(target, options)
     refuse_peer_options(server_arguments, starts_server=not is_url(target))
     metrics, percentiles = check_options(options)
@@ -221,6 +227,8 @@ def check_options(options: argparse.Namespace) -> tuple[list[str], list[float]]:
     if not all(0 <= percent <= 100 for percent in percentiles):
         raise OptionError(f"--metric-percentiles: expected numbers from 0 to 100, not {options.metric_percentiles}")
     check_dataset(options)
+    if options.workload is not None and options.dataset_name != "random":
+        raise OptionError(f"--workload {options.workload} has random prompts; omit --dataset-name")
     if not 0 <= options.random_range_ratio < 1:
         raise OptionError("--random-range-ratio: expected a number from 0 to below 1")
     for name in ("num_warmups", "random_prefix_len"):

@@ -221,6 +221,17 @@ def parse_text(value: object) -> str:
     return value
 
 
+def parse_responses_store(value: object) -> str:
+    """`off`, `memory` or a file. Words for a switch are no files: YAML reads `off` as false."""
+    text = parse_text(str(value) if isinstance(value, bool) else value)
+    word = text.lower()
+    if word in ("off", "none", "no", "false", "0"):
+        return "off"
+    if word in ("on", "yes", "true", "1"):
+        raise ValueError("expected off, memory, or a file such as responses.sqlite")
+    return "memory" if word == "memory" else text
+
+
 def parse_texts(value: object) -> tuple[str, ...]:
     """Several texts: a list, or one text with commas."""
     items = value.split(",") if isinstance(value, str) else value

@@ -25,6 +25,7 @@ from serve_llm.common.options.parsers import (
     parse_metrics_prefix,
     parse_origins,
     parse_queue,
+    parse_responses_store,
     parse_seconds,
     parse_text,
     parse_texts,
@@ -136,7 +137,7 @@ class Options(EngineOptions):
     )
     responses_store: str = option(
         "off",
-        parse_text,
+        parse_responses_store,
         "where /v1/responses keeps responses: off, memory, or an SQLite file, which survives a restart",
         metavar="off|memory|FILE",
     )

@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.workloads import WORKLOADS
 from serve_llm.cli.api_client import ApiClient
-from serve_llm.cli.bench import chart, command, datasets, goodput, peer_options, report, serve, start
+from serve_llm.cli.bench import chart, command, datasets, goodput, peer_options, report, serve, start, workloads
 from serve_llm.cli.bench.client import StreamUsage, TimedReply
 from serve_llm.common.errors import OptionError
 from support.scripted_api import ScriptedApi, serve_script
@@ -226,6 +227,8 @@ def test_a_failed_request_is_counted_and_named(capsys: pytest.CaptureFixture[str
         ("serve --metric-percentiles 101", "--metric-percentiles: expected numbers from 0 to 100"),
         ("serve --random-range-ratio 1", "--random-range-ratio"),
         ("serve --num-warmups -1", "--num-warmups"),
+        ("serve --workload W5", "--workload: invalid choice: 'W5'"),
+        ("serve --workload W1 --dataset-name sharegpt --dataset-path f", "omit --dataset-name"),
         ("serve --zzz", "unknown option --zzz"),
         ("serve demo --base-url http://h", "--base-url: the server is given twice"),
         ("serve demo --port 1", "--host, --port: the server is given twice"),
@@ -261,6 +264,23 @@ def test_options_of_vllms_bench_name_ours() -> None:
         assert known.keys().isdisjoint(flag.names), "it is an option here"
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", flag.answer)) <= known.keys()
     peer_options.refuse_peer_options(["--tokenizer", "x", "--served-model-name", "a"], starts_server=True)
+
+
+@pytest.mark.parametrize("name", ["W1", "W2", "W3", "W4"])
+def test_workloads_are_those_of_the_comparisons(name: str) -> None:
+    options, rest = workloads.parse_with_workload(serve.create_parser(), ["--workload", name, "--dtype", "bfloat16"])
+    found = (options.max_concurrency, options.random_input_len, options.random_output_len, options.num_prompts)
+    compared = WORKLOADS[name]
+    assert found == (compared.streams, compared.prompt_tokens, compared.output_tokens, compared.requests)
+    assert options.random_prefix_len == compared.shared_tokens
+    assert options.num_warmups == (1 if compared.shared_tokens else 0)
+    assert rest == ["--dtype", "bfloat16"]
+
+
+def test_options_beside_a_workload_change_it() -> None:
+    arguments = ["--num-prompts", "3", "--workload", "W2"]
+    options, _ = workloads.parse_with_workload(serve.create_parser(), arguments)
+    assert (options.num_prompts, options.random_input_len) == (3, 256)
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from serve_llm.common.options.parsers import (
     parse_positive_floats,
     parse_positive_ints,
     parse_quantization,
+    parse_responses_store,
 )
 from serve_llm.common.options.sources import make_options
 
@@ -116,6 +117,30 @@ def test_lora_modules(value: object) -> None:
 def test_bad_lora_modules(value: object, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         parse_lora_modules(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "store"),
+    [
+        ("off", "off"),
+        ("OFF", "off"),
+        ("none", "off"),
+        ("None", "off"),
+        (False, "off"),
+        ("memory", "memory"),
+        ("Memory", "memory"),
+        ("./none", "./none"),
+        ("Store.sqlite", "Store.sqlite"),
+    ],
+)
+def test_responses_store(value: object, store: str) -> None:
+    assert parse_responses_store(value) == store
+
+
+@pytest.mark.parametrize("value", [True, "on", "", None, 7])
+def test_bad_responses_store(value: object) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_responses_store(value)
 
 
 def test_adapters_in_host_memory_are_no_fewer_than_those_in_slots() -> None:
