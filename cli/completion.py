@@ -202,6 +202,9 @@ def _flag(option: CompletedOption) -> str:
 _BASH = """\
 _serve_llm() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="-" words="" files=1
+    # bash takes the = of --option=value for a word of its own
+    [ "$previous" = "=" ] && previous="${{COMP_WORDS[COMP_CWORD-2]}}"
+    [ "$current" = "=" ] && current=""
     case "${{COMP_WORDS[1]}}" in
         {pattern}) [ "$COMP_CWORD" -gt 1 ] && command="${{COMP_WORDS[1]}}" ;;
     esac

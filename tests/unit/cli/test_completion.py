@@ -1,6 +1,10 @@
-"""Scripts that complete the command line: bash's is run, those of zsh and fish are read."""
+"""Scripts that complete the command line, in bash, and in zsh and fish where they are installed."""
 
+import os
+import pty
+import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,8 @@ def test_bash(scripts: dict[str, str], tmp_path: Path) -> None:
     assert complete(script, tmp_path, "serve-llm", "demo", "--port", "o") == set()
     assert "--gpu" in complete(script, tmp_path, "serve-llm", "plan", "demo", "--gp")
     assert complete(script, tmp_path, "serve-llm", "plan", "demo", "--host") == set()
+    assert complete(script, tmp_path, "serve-llm", "demo", "--dtype", "=", "b") == {"bfloat16"}
+    assert complete(script, tmp_path, "serve-llm", "demo", "--dtype", "=") >= {"bfloat16", "float16"}
     assert complete(script, tmp_path, "serve-llm", "run-batch", "demo", "-i", "o") == {"options.yaml"}
 
 
@@ -64,11 +70,96 @@ def test_bash_completes_second_words_and_their_options(scripts: dict[str, str], 
     assert complete(script, tmp_path, "serve-llm", "bench", "throughput", "check") == {"checkpoint"}
 
 
-def test_zsh_and_fish_have_second_words(scripts: dict[str, str]) -> None:
-    assert "compadd -- serve latency throughput start" in scripts["zsh"]
-    assert "'bench start')" in scripts["zsh"] and "'plan '*)" in scripts["zsh"]
-    assert "-f -a 'serve latency throughput start'" in scripts["fish"] and "-f -a 'bash zsh fish'" in scripts["fish"]
-    assert "'__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from start' -l num-iters" in scripts["fish"]
+# What is typed after `serve-llm`, and what a shell makes of it where there is one continuation.
+CONTINUED = {
+    "conv": "convert",
+    "demo --max-model": "demo --max-model-len",
+    "demo --dtype b": "demo --dtype bfloat16",
+    "demo --config o": "demo --config options.yaml",
+    "demo --port o": "demo --port o",
+    "plan demo --gpu-mem": "plan demo --gpu-memory-utilization",
+    "plan demo --hos": "plan demo --hos",
+    "bench t": "bench throughput",
+    "bench serve --good": "bench serve --goodput",
+    "bench start --good": "bench start --good",
+    "bench throughput check": "bench throughput checkpoint/",
+    "completion z": "completion zsh",
+    "run-batch demo -i o": "run-batch demo -i options.yaml",
+    "serve demo --max-model": "serve demo --max-model-len",
+}
+SET_UP_ZSH = """\
+autoload -Uz compinit; compinit -u -D; unsetopt beep; source ./script
+show() { print -r -- "<$BUFFER>"END; BUFFER=; }; zle -N show; bindkey ^Xs show; print REA''DY
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "options.yaml").touch()
+    return tmp_path
+
+
+class ZshTerminal:
+    """An interactive zsh, in which the script has been sourced."""
+
+    def __init__(self, folder: Path) -> None:
+        pid, self._terminal = pty.fork()
+        if pid == 0:
+            os.chdir(folder)
+            os.execvpe("zsh", ["zsh", "-f"], {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(folder)})
+        self._pid = pid
+        os.write(self._terminal, SET_UP_ZSH.encode())
+        self._read_until(b"READY\r")
+
+    def _read_until(self, mark: bytes) -> str:
+        read = b""
+        while mark not in read:
+            read += os.read(self._terminal, 65536)
+        return read.decode()
+
+    def press_tab(self, line: str) -> str:
+        """The line after the Tab."""
+        os.write(self._terminal, f"{line}\t\x18s".encode())
+        shown = self._read_until(b">END\r")
+        return shown[shown.rindex("<") + 1 : shown.rindex(">END")]
+
+    def close(self) -> None:
+        os.close(self._terminal)
+        os.waitpid(self._pid, 0)
+
+
+@pytest.fixture
+def zsh(scripts: dict[str, str], folder: Path) -> Iterator[ZshTerminal]:
+    (folder / "script").write_text(scripts["zsh"])
+    terminal = ZshTerminal(folder)
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs the program zsh")
+def test_zsh(zsh: ZshTerminal) -> None:
+    assert {typed: zsh.press_tab(f"serve-llm {typed}").strip() for typed in CONTINUED} == {
+        typed: f"serve-llm {continued}" for typed, continued in CONTINUED.items()
+    }
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs the program fish")
+def test_fish(scripts: dict[str, str], folder: Path) -> None:
+    (folder / "script").write_text(scripts["fish"])
+    code = "source script; for line in $argv; echo 'offers '(complete -C \"serve-llm $line\" | string join '|'); end"
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", code, *CONTINUED],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "HOME": str(folder)},
+        timeout=60,
+    )
+    assert done.stderr == ""
+    offers = [line.removeprefix("offers ").partition("\t")[0] for line in done.stdout.splitlines()]
+    for (typed, continued), offered in zip(CONTINUED.items(), offers, strict=True):
+        assert offered == ("" if typed == continued else continued.split()[-1]), typed
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
