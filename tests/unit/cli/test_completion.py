@@ -1,10 +1,8 @@
 """Scripts that complete the command line, in bash, and in zsh and fish where they are installed."""
 
 import os
-import pty
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from serve_llm.cli.main import COMMANDS
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.fields import option_name
 from serve_llm.common.options.schema import OPTION_FIELDS
+from support.terminal import PseudoTerminal
 
 
 @pytest.fixture(scope="module")
@@ -100,48 +99,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class ZshTerminal:
-    """An interactive zsh, in which the script has been sourced."""
-
-    def __init__(self, folder: Path) -> None:
-        pid, self._terminal = pty.fork()
-        if pid == 0:
-            os.chdir(folder)
-            os.execvpe("zsh", ["zsh", "-f"], {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(folder)})
-        self._pid = pid
-        os.write(self._terminal, SET_UP_ZSH.encode())
-        self._read_until(b"READY\r")
-
-    def _read_until(self, mark: bytes) -> str:
-        read = b""
-        while mark not in read:
-            read += os.read(self._terminal, 65536)
-        return read.decode()
-
-    def press_tab(self, line: str) -> str:
-        """The line after the Tab."""
-        os.write(self._terminal, f"{line}\t\x18s".encode())
-        shown = self._read_until(b">END\r")
-        return shown[shown.rindex("<") + 1 : shown.rindex(">END")]
-
-    def close(self) -> None:
-        os.close(self._terminal)
-        os.waitpid(self._pid, 0)
-
-
-@pytest.fixture
-def zsh(scripts: dict[str, str], folder: Path) -> Iterator[ZshTerminal]:
-    (folder / "script").write_text(scripts["zsh"])
-    terminal = ZshTerminal(folder)
-    yield terminal
-    terminal.close()
-
-
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs the program zsh")
-def test_zsh(zsh: ZshTerminal) -> None:
-    assert {typed: zsh.press_tab(f"serve-llm {typed}").strip() for typed in CONTINUED} == {
-        typed: f"serve-llm {continued}" for typed, continued in CONTINUED.items()
-    }
+def test_zsh(scripts: dict[str, str], folder: Path) -> None:
+    (folder / "script").write_text(scripts["zsh"])
+    environ = {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(folder)}
+    with PseudoTerminal(["zsh", "-f", "-i"], environ) as terminal:
+        terminal.type(f"cd {folder}; {SET_UP_ZSH}")
+        terminal.wait_for("READY\r")
+        for typed, continued in CONTINUED.items():
+            terminal.type(f"serve-llm {typed}\t\x18s")
+            shown = terminal.wait_for(">END\r")
+            assert shown[shown.rindex("<") + 1 : shown.rindex(">END")].strip() == f"serve-llm {continued}"
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs the program fish")
