@@ -62,6 +62,11 @@ def check_first_word(argv: Sequence[str]) -> None:
         return
     from serve_llm.common.options.peer_flags import PEER_COMMANDS  # large tables, needed here only
 
+    if "://" in word:
+        raise OptionError(
+            f"{word} is no model; a model is a directory or a Hugging Face id (organisation/name), and `serve-llm chat "
+            "URL`, `bench serve URL` and `top URL` talk to a running server"
+        )
     if word in PEER_COMMANDS:
         raise OptionError(PEER_COMMANDS[word])
     close = difflib.get_close_matches(word, COMMANDS, 1, 0.75)

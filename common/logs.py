@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import sys
@@ -91,7 +92,7 @@ def hold_records(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[No
 
 def _find_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     given = [environ.get("SERVE_LLM_LOG_FORMAT", "")]
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*argv, ""]):
         name, _, value = argument.partition("=")
         if name == "--log-format":
             given.append(value or following)

@@ -20,10 +20,11 @@ from serve_llm.cli.check.table import render
 from serve_llm.common import hosts
 from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.common.options import parsers
+from serve_llm.common.options.sources import OptionParser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="serve-llm check",
         description="Find out before serving whether this host, or several hosts together, can serve. With --nnodes, "
         "start it on every host, in any order. It changes and downloads nothing.",
@@ -55,9 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    options = make_parser().parse_args()
     try:
-        verdict = check(options)
+        verdict = check(make_parser().parse_args())
     except ServeError as error:
         sys.stderr.write(f"serve-llm check: {error}\n")
         return 2 if isinstance(error, OptionError) else 1

@@ -131,7 +131,16 @@ class OptionParser(argparse.ArgumentParser):
     """Raises OptionError instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            message = self._explain_unknown(message.split()[2])
         raise OptionError(message.removeprefix("argument "))
+
+    def _explain_unknown(self, argument: str) -> str:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("-"):
+            return f"unexpected argument {flag!r}; see {self.prog} --help"
+        close = difflib.get_close_matches(flag, self._option_string_actions, 1)
+        return f"unknown option {flag}; {f'did you mean {close[0]}?' if close else f'see {self.prog} --help'}"
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """No abbreviations of single-dash names either: `-p 8080` is not `-pp 8080`."""

@@ -68,7 +68,7 @@ def test_this_host_alone() -> None:
             ["--nnodes", "2", "--master-addr", "127.0.0.1:1", "--host-ip", "192.0.2.1"],
             "--host-ip 192.0.2.1 is not an address",
         ),
-        (["--node-count", "2"], "unrecognized arguments"),
+        (["--node-count", "2"], "unknown option --node-count; did you mean --node-rank?"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: list[str], message: str) -> None:

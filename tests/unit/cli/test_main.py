@@ -39,6 +39,8 @@ def test_serve_is_the_server() -> None:
         ("complete --quick hi", "vLLM's `complete` has no counterpart: POST /v1/completions"),
         ("ps", "Ollama's `ps` is `serve-llm top`"),
         ("rm llama3", "`hf cache rm` removes them"),
+        ("http://127.0.0.1:8000", "`serve-llm chat URL`, `bench serve URL` and `top URL` talk to a running server"),
+        ("https://huggingface.co/org/model", "a model is a directory or a Hugging Face id"),
         ("runbatch demo -i a -o b", "unknown command 'runbatch'; did you mean run-batch?"),
     ],
 )
@@ -57,3 +59,24 @@ def test_a_model_is_no_mistyped_command(argv: str) -> None:
 def test_words_for_options(word: str, words: str) -> None:
     done = subprocess.run([sys.executable, "-P", "-m", "serve_llm", word], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith(words)
+
+
+def test_without_arguments() -> None:
+    done = subprocess.run([sys.executable, "-P", "-m", "serve_llm"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("serve-llm: no model: give a checkpoint directory")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("run-batch", "the following arguments are required: -i/--input-file"),
+        ("top --intervall=3", "unknown option --intervall; did you mean --interval?"),
+        ("scale -dp 2 --zzz 1", "unknown option --zzz; see serve-llm scale --help"),
+        ("top http://127.0.0.1:1 more", "unexpected argument 'more'; see serve-llm top --help"),
+    ],
+)
+def test_a_wrong_argument_of_a_command(argv: str, words: str) -> None:
+    command, *arguments = argv.split()
+    with pytest.raises(OptionError) as raised:
+        program.COMMANDS[command](arguments)
+    assert words in str(raised.value)

@@ -91,5 +91,5 @@ def test_what_cannot_be_shown() -> None:
         top.main([api.url, "--once"], {})
     with pytest.raises(OptionError, match="--interval"):
         top.main(["--interval", "0"], {})
-    with pytest.raises(OptionError, match="unrecognized arguments: --twice"):
+    with pytest.raises(OptionError, match="unknown option --twice"):
         top.main(["--twice"], {})
