@@ -72,7 +72,7 @@ from serve_llm.server.schema.pooling import (
     RerankRequest,
     ScoreRequest,
 )
-from serve_llm.server.schema.responses import InputTokensRequest, ResponseEvent, ResponsesRequest
+from serve_llm.server.schema.responses import CompactRequest, InputTokensRequest, ResponseEvent, ResponsesRequest
 from serve_llm.server.schema.scaling import ScaleRequest
 from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_llm.server.storage.responses import ResponseStore
@@ -96,6 +96,7 @@ _BODIES: list[type[BaseModel]] = [
     ResponsesRequest,
     ResponseEvent,
     InputTokensRequest,
+    CompactRequest,
     BatchCreation,
     LoadAdapterRequest,
     UnloadAdapterRequest,
@@ -119,11 +120,6 @@ _ROUTE_HINTS = {
     "/v1/load_lora_adapter": "it may need the option --enable-lora",
     "/v1/unload_lora_adapter": "it may need the option --enable-lora",
     "/scale": "it may need the option --data-parallel-max; vLLM's /scale_elastic_ep is POST /scale here",
-}
-# Routes of the APIs that are not served, though a route for an id may match their path.
-_ABSENT_ROUTES = {
-    ("POST", "/v1/responses/compact"): "nothing here shortens a conversation; ask the model for a summary of its "
-    "beginning, and send that instead",
 }
 # Paths of other engines, and common misspellings -> ours of the same purpose.
 _OTHER_PATHS = {
@@ -336,9 +332,6 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, which the router refuses."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    reason = _ABSENT_ROUTES.get((request.method, path))
-    if reason is not None:
-        return _respond(NotFound(f"no such route: {request.method} {path}; {reason}"))
     if error.status_code == 405:
         return _respond(WrongMethod(f"{request.method} is not allowed on {path}"), error.headers)
     hints = [f"; {hint}" for prefix, hint in _ROUTE_HINTS.items() if path.startswith(prefix)]

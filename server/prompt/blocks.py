@@ -8,7 +8,7 @@ from typing import Protocol
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.documents import DOCUMENT_KINDS, asks_for_citations, read_document
-from serve_llm.server.prompt.items import decrypt_reasoning, encrypt_reasoning
+from serve_llm.server.prompt.items import decrypt_text, encrypt_text
 from serve_llm.server.prompt.messages import read_string
 from serve_llm.server.prompt.template import Message
 
@@ -47,7 +47,7 @@ _OMITTED = "omitted."
 def sign_thinking(text: str, *, is_omitted: bool) -> str:
     """The signature of a thinking block. Clients require one; it means something where it holds a text that the block
     omits."""
-    return _OMITTED + encrypt_reasoning(text) if is_omitted else hashlib.sha256(text.encode()).hexdigest()
+    return _OMITTED + encrypt_text(text) if is_omitted else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_thinking(block: Block, param: str) -> str:
@@ -56,7 +56,7 @@ def _read_thinking(block: Block, param: str) -> str:
     signature = block.get("signature")
     if text or not isinstance(signature, str) or not signature.startswith(_OMITTED):
         return text
-    return decrypt_reasoning(signature.removeprefix(_OMITTED)) or ""
+    return decrypt_text(signature.removeprefix(_OMITTED)) or ""
 
 
 class BlockMessage(Protocol):

@@ -92,6 +92,11 @@ def prepare_turn(turn: ChatTurn, context: Context) -> tuple[str, TextRequest]:
     return text, request
 
 
+def count_prompt_tokens(turn: ChatTurn, context: Context) -> int:
+    """Raises InvalidRequest, NeedsWorker."""
+    return len(context.model.tokenizer.encode(render_turn(turn, context), add_special_tokens=False))
+
+
 def render_turn(turn: ChatTurn, context: Context) -> str:
     """Render the prompt. Raises InvalidRequest, NeedsWorker."""
     if not turn.messages:

@@ -25,6 +25,8 @@ _ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
+_COMPACTIONS = ("compaction", "compaction_summary")
+_SUMMARY_HEADING = "Summary of the conversation so far:"
 _HOSTED_ITEMS = frozenset(
     {
         "web_search_call",
@@ -49,9 +51,7 @@ _HOSTED_ITEMS = frozenset(
         "configuration_update",
         "program",
         "program_output",
-        "compaction",
-        "compaction_summary",
-        "compaction_trigger",
+        "compaction_trigger",  # unless it is the last item
     }
 )
 
@@ -131,13 +131,40 @@ def _complete_part(part: Item) -> Item:
     return {"annotations": [], "logprobs": [], **part} if part["type"] == "output_text" else part
 
 
-def encrypt_reasoning(text: str) -> str:
-    """What a client that keeps no reasoning sends back: the text, which is no secret here."""
+def keep_messages(history: Sequence[Item], items: str | Sequence[Item]) -> list[dict[str, object]]:
+    """The messages of a conversation that are not the assistant's, which stay beside a summary."""
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [dict(item) for item in (*history, *items) if _is_kept(item)]
+
+
+def drop_compacted(items: list[dict[str, object]]) -> list[dict[str, object]]:
+    """A conversation without the items that its last summary stands for."""
+    summaries = [index for index, item in enumerate(items) if _read_summary(item)]
+    if not summaries:
+        return items
+    return [item for item in items[: summaries[-1]] if _is_kept(item)] + items[summaries[-1] :]
+
+
+def _is_kept(item: Item) -> bool:
+    return read_kind(item) == "message" and item.get("role") != "assistant"
+
+
+def _read_summary(item: Item) -> str | None:
+    """The text of a compaction item that this server wrote."""
+    encrypted = item.get("encrypted_content")
+    if read_kind(item) not in _COMPACTIONS or not isinstance(encrypted, str):
+        return None
+    return decrypt_text(encrypted)
+
+
+def encrypt_text(text: str) -> str:
+    """Reasoning or a summary as a client sends it back without reading it: the text is no secret here."""
     return base64.b64encode(text.encode()).decode()
 
 
-def decrypt_reasoning(text: str) -> str | None:
-    """What `encrypt_reasoning` made; None of another text."""
+def decrypt_text(text: str) -> str | None:
+    """What `encrypt_text` made; None of another text."""
     try:
         return base64.b64decode(text, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -175,6 +202,12 @@ class _ItemTranslator:
                     self.skipped.append(f"{param}.encrypted_content")
                 if text:
                     self._extend_reply("reasoning", text)
+            case "compaction" | "compaction_summary":
+                summary = _read_summary(item)
+                if summary:
+                    self._extend_reply("content", f"{_SUMMARY_HEADING}\n{summary}")
+                else:
+                    self.skipped.append(param)
             case "item_reference":
                 raise InvalidRequest(f"{param}: the item is not stored here; send the item itself", param)
             case kind if kind in _HOSTED_ITEMS:
@@ -247,7 +280,7 @@ def _read_reasoning(item: Item, param: str) -> tuple[str, bool]:
     encrypted = item.get("encrypted_content")
     if text or not isinstance(encrypted, str):
         return text or _join_texts(item, "summary", param), False
-    decrypted = decrypt_reasoning(encrypted)
+    decrypted = decrypt_text(encrypted)
     return decrypted or _join_texts(item, "summary", param), decrypted is None
 
 

@@ -7,21 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import msgspec
-from pydantic_core import from_json
 
 from serve_llm.server.http.anthropic_errors import reword_long_prompt
 from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
-from serve_llm.server.prompt.chat_turn import ChatTurn, drop_budget, prepare_turn, render_turn
+from serve_llm.server.prompt.chat_turn import count_prompt_tokens, drop_budget, prepare_turn
 from serve_llm.server.prompt.context import Context, parse_openai_body
 from serve_llm.server.prompt.decisions import prepare_questions
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle
-from serve_llm.server.prompt.items import StoredItem, ToolItem, describe_items, read_kind, translate_items
+from serve_llm.server.prompt.items import translate_items
+from serve_llm.server.prompt.job_results import Generate, TokenCount
 from serve_llm.server.prompt.messages import read_text
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pooling_jobs import classify, embed, pool, rerank, score
+from serve_llm.server.prompt.response_jobs import (
+    compact,
+    input_tokens,
+    response_references,
+    responses,
+    stored_compact,
+    stored_input_tokens,
+    stored_responses,
+)
 from serve_llm.server.prompt.text_jobs import Text, detokenize, find_route, tokenize
 from serve_llm.server.prompt.validate import Echo, TextRequest, check_text, check_volume, prepare
 from serve_llm.server.sampling_params import SamplingParams
@@ -31,57 +39,12 @@ from serve_llm.server.schema.completions import CompletionRequest
 from serve_llm.server.schema.decisions import DecisionRequest
 from serve_llm.server.schema.infill import InfillRequest
 from serve_llm.server.schema.messages import CountTokensRequest, MessagesRequest
-from serve_llm.server.schema.responses import INCLUDED_REASONING, InputTokensRequest, ResponsesRequest
 from serve_llm.server.schema.tools import list_custom_tools
 from serve_llm.server.schema.unknown_fields import join_ignored
 from serve_llm.server.structured_output.compiler import Grammar
 from serve_llm.server.structured_output.turn_form import decode_source
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions
-
-
-class Generate(msgspec.Struct, kw_only=True):
-    """A valid completion or chat completion request."""
-
-    request: TextRequest
-    model: str  # name for the reply
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    return_metrics: bool = False
-    request_id: str = ""  # for the response's id
-    opening_text: str = ""  # put before the content of every choice
-    ignored_fields: list[str] = []  # parts of the body without effect
-    echo: dict[str, object] = {}  # fields of a response that repeat the request
-    tool_items: dict[str, ToolItem] = {}  # by the name that the model calls; in chat, custom tools only
-    encrypts_reasoning: bool = False  # reasoning items hold an opaque copy of their text
-    omits_thinking: bool = False  # thinking blocks hold their text in their signature alone
-    background: bool = False  # the client does not wait for the response
-    stored_items: list[StoredItem] | None = None  # the input, where the response is to be stored
-    previous_id: str | None = None  # the stored response that this one continues
-
-
-class TokenCount(msgspec.Struct):
-    count: int
-    ignored_fields: list[str] = []
-
-
-class References(msgspec.Struct):
-    """The stored objects that a body of the Responses API refers to."""
-
-    previous_id: str | None = None
-    item_ids: list[str] = []
-
-
-class StoredContext(msgspec.Struct):
-    """A body of the Responses API with the stored objects that it refers to. Items are JSON."""
-
-    body: bytes
-    response_id: str  # without prefix
-    history: list[bytes] | None  # items of the conversation so far; None: the body names no previous response
-    items: dict[str, bytes]  # items that the body refers to, by id
 
 
 def chat(content: bytes, context: Context) -> Generate:
@@ -124,93 +87,10 @@ def messages(content: bytes, context: Context) -> Generate:
 
 
 def count_tokens(content: bytes, context: Context) -> TokenCount:
-    return _count_prompt(CountTokensRequest, content, context)
-
-
-def responses(content: bytes, context: Context) -> Generate:
-    return _prepare_response(content, context, None)
-
-
-def stored_responses(content: bytes, context: Context) -> Generate:
-    """content: a StoredContext in msgpack."""
-    stored = msgspec.msgpack.decode(content, type=StoredContext)
-    return _prepare_response(stored.body, context, stored)
-
-
-def _prepare_response(content: bytes, context: Context, stored: StoredContext | None) -> Generate:
-    """stored: None without a store."""
-    body, ignored = parse_lenient_body(ResponsesRequest, content, context.limits)
-    model = context.model.check_name(body.model)
-    body.check(stored is not None)
-    history = None if stored is None else _resolve(body, stored)
-    params = body.build_params(context.model.defaults)
-    turn, skipped = body.to_turn(params, context.limits, history)
-    is_stored = stored is not None and body.store is not False
-    _, request = prepare_turn(turn, context)
-    return Generate(
-        request=request,
-        model=model,
-        stream=bool(body.stream),
-        include_usage=True,
-        ignored_fields=join_ignored(ignored, skipped + body.find_ignored_includes()),
-        echo=body.describe(params, is_stored),
-        tool_items=body.tool_items,
-        encrypts_reasoning=INCLUDED_REASONING in (body.include or ()),
-        background=bool(body.background),
-        stored_items=describe_items(body.input, stored.response_id) if stored is not None and is_stored else None,
-        previous_id=body.previous_response_id,
-    )
-
-
-def input_tokens(content: bytes, context: Context) -> TokenCount:
-    return _count_prompt(InputTokensRequest, content, context)
-
-
-def stored_input_tokens(content: bytes, context: Context) -> TokenCount:
-    """content: a StoredContext in msgpack."""
-    stored = msgspec.msgpack.decode(content, type=StoredContext)
-    body, ignored = parse_lenient_body(InputTokensRequest, stored.body, context.limits)
+    body, ignored = parse_lenient_body(CountTokensRequest, content, context.limits)
     context.model.check_name(body.model)
-    turn, skipped = body.to_turn(SamplingParams(), context.limits, _resolve(body, stored))
-    return _count_turn(turn, context, join_ignored(ignored, skipped))
-
-
-class _ItemHead(msgspec.Struct):
-    type: Any = None
-    id: Any = None
-
-
-class _ReferenceFields(msgspec.Struct):
-    previous_response_id: str | None = None
-    input: str | list[_ItemHead] = ""
-
-
-def response_references(content: bytes, context: Context) -> References:
-    """Returns nothing for an invalid body; the job that follows reports the error."""
-    try:
-        fields = msgspec.json.decode(content, type=_ReferenceFields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return References()
-    heads = [] if isinstance(fields.input, str) else fields.input
-    # A reference may lack its type. Other items without a type stay unchanged.
-    item_ids = [head.id for head in heads if head.type in (None, "item_reference") and isinstance(head.id, str)]
-    return References(fields.previous_response_id, item_ids[: context.limits.messages])
-
-
-def _resolve(body: InputTokensRequest, stored: StoredContext) -> list[dict[str, object]] | None:
-    """Replace references in the body's input by the stored items. Returns the conversation so far."""
-    if not isinstance(body.input, str):
-        body.input = [_find_item(item, stored.items) for item in body.input]
-    if stored.history is None:
-        return None
-    return [from_json(item) for item in stored.history]
-
-
-def _find_item(item: dict[str, object], stored: dict[str, bytes]) -> dict[str, object]:
-    if read_kind(item) != "item_reference":
-        return item
-    content = stored.get(str(item.get("id")))
-    return item if content is None else from_json(content)
+    turn, skipped = body.to_turn(SamplingParams(), context.limits)
+    return TokenCount(count_prompt_tokens(turn, context), join_ignored(ignored, skipped))
 
 
 def completion(content: bytes, context: Context) -> Generate:
@@ -347,6 +227,8 @@ JOBS: dict[str, Callable[[bytes, Context], msgspec.Struct]] = {
         stored_responses,
         input_tokens,
         stored_input_tokens,
+        compact,
+        stored_compact,
         response_references,
         tokenize,
         detokenize,
@@ -362,22 +244,6 @@ JOBS: dict[str, Callable[[bytes, Context], msgspec.Struct]] = {
         pool,
     )
 }
-
-
-def _count_prompt(
-    kind: type[CountTokensRequest] | type[InputTokensRequest], content: bytes, context: Context
-) -> TokenCount:
-    """Tokenize the prompt of a body."""
-    body, ignored = parse_lenient_body(kind, content, context.limits)
-    context.model.check_name(body.model)
-    turn, skipped = body.to_turn(SamplingParams(), context.limits)
-    return _count_turn(turn, context, join_ignored(ignored, skipped))
-
-
-def _count_turn(turn: ChatTurn, context: Context, ignored: list[str]) -> TokenCount:
-    text = render_turn(turn, context)
-    ids = context.model.tokenizer.encode(text, add_special_tokens=False)
-    return TokenCount(len(ids), ignored)
 
 
 def _generate(

@@ -12,7 +12,7 @@ from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd,
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.errors import GenerationFailed, InvalidRequest, RequestError
 from serve_llm.server.prompt.custom_tools import CustomInputReader
-from serve_llm.server.prompt.items import ToolItem, encrypt_reasoning
+from serve_llm.server.prompt.items import ToolItem, encrypt_text
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs
 from serve_llm.server.response.sse import PING, PING_SECONDS, START_SECONDS
@@ -21,12 +21,15 @@ from serve_llm.server.response.sse import PING, PING_SECONDS, START_SECONDS
 class ReplyItems:
     """The output items of one response, which grow by pieces. `add` and `close` return the events."""
 
-    def __init__(self, response_id: str, tools: dict[str, ToolItem], encrypts_reasoning: bool) -> None:
-        """tools: by the name that the model calls."""
+    def __init__(
+        self, response_id: str, tools: dict[str, ToolItem], encrypts_reasoning: bool, is_compaction: bool = False
+    ) -> None:
+        """tools: by the name that the model calls. is_compaction: the content is a summary."""
         self.items: list[Json] = []
         self._response_id = response_id
         self._tools = tools
         self._encrypts_reasoning = encrypts_reasoning
+        self._is_compaction = is_compaction
         self._is_open = False  # whether the last item is
         self._texts: list[str] = []  # the open item's
         self._custom_input = CustomInputReader()  # reads the open item, if it is a custom tool's call
@@ -35,6 +38,10 @@ class ReplyItems:
     def add(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
         """logprobs: those of the tokens of content."""
         match piece:
+            case ContentPiece() if self._is_compaction:
+                events = self._continue_item("compaction")
+                self._texts.append(piece.text)
+                return events
             case ContentPiece():
                 events = self._continue_item("message")
                 self._logprobs += logprobs
@@ -66,6 +73,8 @@ class ReplyItems:
                 events = self._close_message(item, text)
             case "reasoning":
                 events = self._close_reasoning(item, text)
+            case "compaction":
+                item["encrypted_content"] = encrypt_text(text)
             case "custom_tool_call":
                 item["input"] = text
                 done = self._locate("response.custom_tool_call_input.done", {"input": text}, part=False)
@@ -82,6 +91,9 @@ class ReplyItems:
         events = self.close()
         if kind == "reasoning":
             return [*events, *self._open({"id": "rs", "type": kind, "summary": [], "content": []})]
+        if kind == "compaction":
+            opening = self._open({"id": "cmp", "type": kind, "encrypted_content": ""})
+            return [*events, *opening, self._locate("response.compaction.compacting", {}, part=False)]
         item = {"id": "msg", "type": kind, "status": "in_progress", "role": "assistant", "content": []}
         part = {"part": _describe_text("", [])}
         return [*events, *self._open(item), self._locate("response.content_part.added", part)]
@@ -124,7 +136,7 @@ class ReplyItems:
     def _close_reasoning(self, item: Json, text: str) -> list[Json]:
         item["content"] = [{"type": "reasoning_text", "text": text}]
         if self._encrypts_reasoning:
-            item["encrypted_content"] = encrypt_reasoning(text)
+            item["encrypted_content"] = encrypt_text(text)
         return [self._locate("response.reasoning_text.done", {"text": text})]
 
     def _describe_item(self, event: str) -> Json:
@@ -149,11 +161,12 @@ class ResponsesBuilder:
         encrypts_reasoning: bool,
         num_logprobs: int,
         texts: TokenTexts,
+        is_compaction: bool = False,
     ) -> None:
         """echo: fields of the reply that repeat the request. num_logprobs: most likely tokens beside each token, where
-        the deltas have log-probabilities."""
+        the deltas have log-probabilities. is_compaction: the content is a summary of the conversation."""
         response_id = meta.id.rpartition("-")[2]
-        self.items = ReplyItems(response_id, tools, encrypts_reasoning)
+        self.items = ReplyItems(response_id, tools, encrypts_reasoning, is_compaction)
         self.id = f"resp_{response_id}"
         self.final: Json | None = None  # the response once it has ended
         self._meta = meta

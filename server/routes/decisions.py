@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_llm.server.prompt.decisions import Question
-from serve_llm.server.prompt.jobs import Generate
+from serve_llm.server.prompt.job_results import Generate
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.decisions import DecisionBuilder

@@ -15,7 +15,7 @@ from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.generate.generation import Generation
 from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
 from serve_llm.server.http.errors import RequestError
-from serve_llm.server.prompt.jobs import Generate
+from serve_llm.server.prompt.job_results import Generate
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseMeta
 from serve_llm.server.response.sse import SSEEncoder

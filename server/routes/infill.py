@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve_llm.server.prompt.jobs import Generate
+from serve_llm.server.prompt.job_results import Generate
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.infill import InfillBuilder, InfillEncoder

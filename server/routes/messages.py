@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from serve_llm.server.prompt.jobs import Generate, TokenCount
+from serve_llm.server.prompt.job_results import Generate, TokenCount
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.messages import MessageBuilder, MessageEncoder

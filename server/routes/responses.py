@@ -1,4 +1,5 @@
-"""POST /v1/responses and /v1/responses/input_tokens, and with a store the routes of stored responses."""
+"""POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact, and with a store the routes of stored
+responses."""
 
 from __future__ import annotations
 
@@ -6,18 +7,21 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from serve_llm.server.prompt.jobs import Generate, TokenCount
+from serve_llm.server.prompt.job_results import Generate, TokenCount
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
+from serve_llm.server.response.compaction import CompactionBuilder
 from serve_llm.server.response.logprobs import TokenTexts
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.background import BackgroundResponses
 from serve_llm.server.routes.document import STORE_PROBLEMS, describe_route
-from serve_llm.server.routes.generation import GenerationResponse, TextEndpoint
-from serve_llm.server.routes.stored_generation import StoredGenerationResponse, run_stored_job
+from serve_llm.server.routes.generation import EventEncoder, GenerationResponse, TextEndpoint
+from serve_llm.server.routes.stored_generation import StoredCompactionResponse, StoredGenerationResponse, run_stored_job
 from serve_llm.server.routes.stored_responses import add_routes
 from serve_llm.server.schema.responses import (
+    CompactionReply,
+    CompactRequest,
     InputTokensReply,
     InputTokensRequest,
     ResponseEvent,
@@ -25,7 +29,7 @@ from serve_llm.server.schema.responses import (
     ResponsesRequest,
 )
 
-PATHS = ("/v1/responses", "/v1/responses/input_tokens")
+PATHS = ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact")
 
 
 def create_router(state: AppState) -> APIRouter:
@@ -51,6 +55,14 @@ def create_router(state: AppState) -> APIRouter:
         headers = state.describe_ignored(request, counted.ignored_fields)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": counted.count}, headers=headers)
 
+    @router.post(PATHS[2], **describe_route(CompactRequest, CompactionReply))
+    async def compact_conversation(request: Request) -> Response:
+        """Items that replace a conversation: its messages without the assistant's, and a summary by the model."""
+        endpoint = TextEndpoint("compact", "resp", _create_compaction_builder, _create_compaction_encoder)
+        if store is None:
+            return GenerationResponse(state, request, endpoint)
+        return StoredCompactionResponse(state, request, endpoint, store)
+
     if store is not None and background is not None:
         add_routes(router, state, store, background)
     return router
@@ -64,7 +76,16 @@ def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) 
         parsed.encrypts_reasoning,
         parsed.request.params.logprobs or 0,
         TokenTexts(tokenizer),
+        parsed.is_compaction,
     )
+
+
+def _create_compaction_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> CompactionBuilder:
+    return CompactionBuilder(meta, parsed.kept_messages)
+
+
+def _create_compaction_encoder(builder: CompactionBuilder, parsed: Generate) -> EventEncoder:
+    raise AssertionError("summaries are not streamed")
 
 
 def _create_encoder(builder: ResponsesBuilder, parsed: Generate) -> ResponsesEncoder:

@@ -13,8 +13,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Send
 
 from serve_llm.server.http.errors import StoreError
-from serve_llm.server.prompt.jobs import Generate, References, StoredContext
+from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.response_jobs import References, StoredContext
 from serve_llm.server.response.builder import Json, encode_json
+from serve_llm.server.response.compaction import CompactionBuilder
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.background import BackgroundResponses, build_outcome, replace_end
@@ -129,6 +131,20 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
         streaming = StreamingResponse(response.follow(0))
         streaming.raw_headers = [*SSE_HEADERS, *prepared.headers]
         await streaming(self._request.scope, receive, send)
+
+
+class StoredCompactionResponse(GenerationResponse[CompactionBuilder]):
+    """The summary of a conversation that may be stored here. It is not stored itself."""
+
+    def __init__(
+        self, state: AppState, request: Request, endpoint: TextEndpoint[CompactionBuilder], store: ResponseStore
+    ) -> None:
+        super().__init__(state, request, endpoint)
+        self._store = store
+
+    async def parse(self, deadline: float | None) -> Generate:
+        job = f"stored_{self._endpoint.job}"
+        return await run_stored_job(self._state, self._store, self._request, job, Generate, "", deadline)
 
 
 def describe_unstored(prepared: Prepared[ResponsesBuilder]) -> Json:

@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_llm.common.options.limits import Limits
+from serve_llm.server.dialects.tool import ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, ResponseNotFound, Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn
-from serve_llm.server.prompt.items import ToolItem, translate_items
+from serve_llm.server.prompt.items import ToolItem, read_kind, translate_items
 from serve_llm.server.sampling_params import RANGES, SamplingParams
 from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_metadata, ranged
 from serve_llm.server.schema.response_tools import (
@@ -27,6 +28,12 @@ from serve_llm.server.structured_output.params import StructuredOutputs
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 INCLUDED_REASONING = "reasoning.encrypted_content"
+SUMMARY_REQUEST = (
+    "Summarise this conversation. The summary will replace it, so that the work can go on without the rest. Say what "
+    "was asked for, what has been done and found out, which decisions, constraints and wishes hold, and what is still "
+    "to do. Keep names, paths, numbers and other facts that are needed. Write the summary only."
+)
+MAX_SUMMARY_TOKENS = 8192  # reasoning included
 Json = dict[str, object]
 Items = Annotated[list[Json], Field(fail_fast=True)]
 
@@ -57,7 +64,11 @@ class ReasoningConfig(TranslatedBody):
 
 class InputTokensRequest(TranslatedBody):
     model: str | None = Field(default=None, description="A served model's name; the served model when absent.")
-    input: str | Items = Field(description="A text, or items: messages, calls and their outputs, reasoning.")
+    input: str | Items | None = Field(
+        default=None,
+        description="A text, or items: messages, calls and their outputs, reasoning, compactions. May be absent with "
+        "previous_response_id.",
+    )
     instructions: str | None = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
@@ -81,28 +92,61 @@ class InputTokensRequest(TranslatedBody):
             raise ResponseNotFound(
                 "this server stores no responses; send the conversation as input", "previous_response_id"
             )
-        if not isinstance(self.input, str) and len(self.input) > limits.messages:
+        if self.input is None and self.previous_response_id is None:
+            raise InvalidRequest("input is required", "input")
+        if isinstance(self.input, list) and len(self.input) > limits.messages:
             raise InvalidRequest(f"{len(self.input)} items are more than {limits.messages}", "input")
         tools, skipped_tools = read_tools(self.tools or [], limits)
-        messages, skipped_items = translate_items(self.instructions, self.input, history or ())
+        items = self.input or ()
+        messages, skipped_items = translate_items(
+            self.instructions, items[:-1] if self.ends_with_trigger else items, history or ()
+        )
         if not messages:
             raise InvalidRequest("input must not be empty", "input")
+        tool_choice = read_tool_choice(self.tool_choice, tools, self.tools or [], skipped_tools)
+        if self.is_compaction:
+            messages.append({"role": "user", "content": SUMMARY_REQUEST})
+            tool_choice = ToolChoice("none")
         turn = ChatTurn(
             messages=messages,
             params=params,
             tools=tools,
-            tool_choice=read_tool_choice(self.tool_choice, tools, self.tools or [], skipped_tools),
+            tool_choice=tool_choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             param="input",
             max_tokens_param="max_output_tokens",
+            default_max_tokens=MAX_SUMMARY_TOKENS if self.is_compaction else None,
         )
         return turn, skipped_tools + skipped_items
+
+    @property
+    def ends_with_trigger(self) -> bool:
+        """Whether the last item asks for a summary of the conversation."""
+        return isinstance(self.input, list) and bool(self.input) and read_kind(self.input[-1]) == "compaction_trigger"
+
+    @property
+    def is_compaction(self) -> bool:
+        """Whether the reply is a summary of the conversation."""
+        return self.ends_with_trigger
 
     @property
     def tool_items(self) -> dict[str, ToolItem]:
         """What is called, by the name that the model calls."""
         return describe_tools(self.tools or [])
+
+
+class CompactRequest(InputTokensRequest):
+    """A conversation to be replaced by a summary."""
+
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+
+    @property
+    def is_compaction(self) -> bool:
+        return True
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -163,7 +207,7 @@ class ResponsesRequest(InputTokensRequest):
         return SamplingParams(
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self._includes_logprobs else None,
-            structured_outputs=self._read_format(),
+            structured_outputs=None if self.is_compaction else self._read_format(),
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
             **values,
         )
@@ -247,6 +291,14 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
+
+
+class CompactionReply(BaseModel):
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Json] = Field(description="Messages of user, system and developer, then an item of type compaction.")
+    usage: Json
 
 
 class InputTokensReply(BaseModel):

@@ -32,7 +32,7 @@ from serve_llm.common.hub import resolve_model
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.context import Context
-from serve_llm.server.prompt.jobs import Generate
+from serve_llm.server.prompt.job_results import Generate
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
 from support.fakes import facts

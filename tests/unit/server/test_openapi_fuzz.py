@@ -31,7 +31,14 @@ from support.serving import Served
 
 STRICT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 STRICT += ("/infill", "/v1/decisions", "/v1/embeddings", "/rerank", "/score", "/pooling", "/classify")
-LENIENT = ("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/invocations")
+LENIENT = (
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/responses/compact",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/invocations",
+)
 ALIASES = ("/v1/rerank", "/v2/rerank", "/v1/score")  # of strict ones
 STORING = ("/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 PROBES = (

@@ -13,7 +13,8 @@ import pytest
 
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http.errors import InvalidRequest
-from serve_llm.server.prompt.jobs import Context, Generate
+from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.job_results import Generate
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool, PromptWorker
 from serve_llm.server.prompt.text_jobs import Tokens

@@ -50,7 +50,8 @@ def test_no_route_changes_the_servers_state(served: Served) -> None:
     changing = {path for method, path in routes(served) if method not in ("GET", "HEAD")}
     vectors = {"/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/classify", "/pooling"}
     texts = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/infill", "/invocations"}
-    translated = {"/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/input_tokens"}
+    translated = {"/v1/messages", "/v1/messages/count_tokens"}
+    translated |= {f"/v1/responses{end}" for end in ("", "/input_tokens", "/compact")}
     assert changing == texts | translated | vectors | {"/v1/decisions"}
 
 
@@ -165,13 +166,6 @@ def test_a_request_id_comes_back_with_every_answer(served: Served) -> None:
     mine = {"x-request-id": "mine-1"}
     for reply in (served.get("/nowhere", mine), served.post("/v1/completions", b"{", mine), served.get("/docs", mine)):
         assert reply.headers["x-request-id"] == "mine-1"
-
-
-@pytest.mark.parametrize("options", [{}, {"responses_store": "memory"}], ids=str)
-def test_compaction_is_named_as_absent(serve: Serve, options: dict[str, str]) -> None:
-    reply = serve(options=options).post("/v1/responses/compact", {"input": "x"})
-    assert reply.status == 404 and "summary" in reply.json()["error"]["message"]
-    assert "--responses-store" not in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nowhere", 404), ("GET", "/v1/completions", 405)])

@@ -18,7 +18,8 @@ from serve_llm.common.types import Sampling, ThinkingBudget
 from serve_llm.server.dialects.dialect import write_dialect
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.context import Context
-from serve_llm.server.prompt.jobs import JOBS, Generate
+from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.jobs import JOBS
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool, build_grammar_compiler
 from support.fakes import facts

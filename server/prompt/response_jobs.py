@@ -1,0 +1,152 @@
+"""Jobs of the Responses API. See `prompt.jobs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic_core import from_json
+
+from serve_llm.server.prompt.chat_turn import count_prompt_tokens, prepare_turn
+from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.items import describe_items, drop_compacted, keep_messages, read_kind
+from serve_llm.server.prompt.job_results import Generate, TokenCount
+from serve_llm.server.sampling_params import SamplingParams
+from serve_llm.server.schema.common import parse_lenient_body
+from serve_llm.server.schema.responses import INCLUDED_REASONING, CompactRequest, InputTokensRequest, ResponsesRequest
+from serve_llm.server.schema.unknown_fields import join_ignored
+
+
+class References(msgspec.Struct):
+    """The stored objects that a body of the Responses API refers to."""
+
+    previous_id: str | None = None
+    item_ids: list[str] = []
+
+
+class StoredContext(msgspec.Struct):
+    """A body of the Responses API with the stored objects that it refers to. Items are JSON."""
+
+    body: bytes
+    response_id: str  # without prefix
+    history: list[bytes] | None  # items of the conversation so far; None: the body names no previous response
+    items: dict[str, bytes]  # items that the body refers to, by id
+
+
+def responses(content: bytes, context: Context) -> Generate:
+    return _prepare_response(content, context, None)
+
+
+def stored_responses(content: bytes, context: Context) -> Generate:
+    """content: a StoredContext in msgpack."""
+    stored = msgspec.msgpack.decode(content, type=StoredContext)
+    return _prepare_response(stored.body, context, stored)
+
+
+def _prepare_response(content: bytes, context: Context, stored: StoredContext | None) -> Generate:
+    """stored: None without a store."""
+    body, ignored = parse_lenient_body(ResponsesRequest, content, context.limits)
+    model = context.model.check_name(body.model)
+    body.check(stored is not None)
+    history = None if stored is None else _resolve(body, stored)
+    params = body.build_params(context.model.defaults)
+    turn, skipped = body.to_turn(params, context.limits, history)
+    is_stored = stored is not None and body.store is not False
+    _, request = prepare_turn(turn, context)
+    return Generate(
+        request=request,
+        model=model,
+        stream=bool(body.stream),
+        include_usage=True,
+        ignored_fields=join_ignored(ignored, skipped + body.find_ignored_includes()),
+        echo=body.describe(params, is_stored),
+        tool_items=body.tool_items,
+        encrypts_reasoning=INCLUDED_REASONING in (body.include or ()),
+        background=bool(body.background),
+        is_compaction=body.is_compaction,
+        stored_items=describe_items(body.input or (), stored.response_id) if stored is not None and is_stored else None,
+        previous_id=body.previous_response_id,
+    )
+
+
+def input_tokens(content: bytes, context: Context) -> TokenCount:
+    return _count_input(content, context, None)
+
+
+def stored_input_tokens(content: bytes, context: Context) -> TokenCount:
+    """content: a StoredContext in msgpack."""
+    stored = msgspec.msgpack.decode(content, type=StoredContext)
+    return _count_input(stored.body, context, stored)
+
+
+def _count_input(content: bytes, context: Context, stored: StoredContext | None) -> TokenCount:
+    """stored: None without a store."""
+    body, ignored = parse_lenient_body(InputTokensRequest, content, context.limits)
+    context.model.check_name(body.model)
+    history = None if stored is None else _resolve(body, stored)
+    turn, skipped = body.to_turn(SamplingParams(), context.limits, history)
+    return TokenCount(count_prompt_tokens(turn, context), join_ignored(ignored, skipped))
+
+
+def compact(content: bytes, context: Context) -> Generate:
+    return _prepare_compaction(content, context, None)
+
+
+def stored_compact(content: bytes, context: Context) -> Generate:
+    """content: a StoredContext in msgpack."""
+    stored = msgspec.msgpack.decode(content, type=StoredContext)
+    return _prepare_compaction(stored.body, context, stored)
+
+
+def _prepare_compaction(content: bytes, context: Context, stored: StoredContext | None) -> Generate:
+    """stored: None without a store."""
+    body, ignored = parse_lenient_body(CompactRequest, content, context.limits)
+    model = context.model.check_name(body.model)
+    history = None if stored is None else _resolve(body, stored)
+    defaults: dict[str, Any] = {**context.model.defaults}
+    turn, skipped = body.to_turn(SamplingParams(max_tokens=None, **defaults), context.limits, history)
+    _, request = prepare_turn(turn, context)
+    return Generate(
+        request=request,
+        model=model,
+        ignored_fields=join_ignored(ignored, skipped),
+        kept_messages=keep_messages(history or (), body.input or ()),
+    )
+
+
+class _ItemHead(msgspec.Struct):
+    type: Any = None
+    id: Any = None
+
+
+class _ReferenceFields(msgspec.Struct):
+    previous_response_id: str | None = None
+    input: str | list[_ItemHead] | None = None
+
+
+def response_references(content: bytes, context: Context) -> References:
+    """Returns nothing for an invalid body; the job that follows reports the error."""
+    try:
+        fields = msgspec.json.decode(content, type=_ReferenceFields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return References()
+    heads = fields.input if isinstance(fields.input, list) else []
+    # A reference may lack its type. Other items without a type stay unchanged.
+    item_ids = [head.id for head in heads if head.type in (None, "item_reference") and isinstance(head.id, str)]
+    return References(fields.previous_response_id, item_ids[: context.limits.messages])
+
+
+def _resolve(body: InputTokensRequest, stored: StoredContext) -> list[dict[str, object]] | None:
+    """Replace references in the body's input by the stored items. Returns the conversation so far."""
+    if isinstance(body.input, list):
+        body.input = [_find_item(item, stored.items) for item in body.input]
+    if stored.history is None:
+        return None
+    return drop_compacted([from_json(item) for item in stored.history])
+
+
+def _find_item(item: dict[str, object], stored: dict[str, bytes]) -> dict[str, object]:
+    if read_kind(item) != "item_reference":
+        return item
+    content = stored.get(str(item.get("id")))
+    return item if content is None else from_json(content)
