@@ -61,6 +61,7 @@ from serve_llm.server.routes.scaling import create_scaling_router
 from serve_llm.server.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from serve_llm.server.schema.batches import BatchCreation
 from serve_llm.server.schema.chat import ChatEvent, ChatRequest
+from serve_llm.server.schema.cohere import CohereEmbedRequest
 from serve_llm.server.schema.completions import Completion, CompletionRequest
 from serve_llm.server.schema.decisions import DecisionRequest
 from serve_llm.server.schema.infill import InfillEvent, InfillRequest
@@ -104,6 +105,7 @@ _BODIES: list[type[BaseModel]] = [
     TokenizeRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    CohereEmbedRequest,
     RerankRequest,
     ScoreRequest,
     ClassificationRequest,
@@ -124,15 +126,21 @@ _ROUTE_HINTS = {
 # Paths of other engines, and common misspellings -> ours of the same purpose.
 _OTHER_PATHS = {
     "/completion": "/v1/completions",
+    "/embed": "/v1/embeddings",
+    "/embed_all": "/v1/embeddings",
     "/embedding": "/v1/embeddings",
     "/generate": "/v1/completions",
     "/get_model_info": "/v1/models",
+    "/predict": "/classify",
     "/props": "/status",
+    "/reranking": "/v1/rerank",
     "/server_info": "/status",
     "/slots": "/status",
     "/v1/chat/completion": "/v1/chat/completions",
     "/v1/completion": "/v1/completions",
+    "/v1/embed": "/v2/embed",
     "/v1/embedding": "/v1/embeddings",
+    "/v1/reranking": "/v1/rerank",
     "/v1/response": "/v1/responses",
 }
 _BATCH_CONCURRENCY = 64  # requests per engine

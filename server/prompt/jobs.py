@@ -20,7 +20,7 @@ from serve_llm.server.prompt.items import translate_items
 from serve_llm.server.prompt.job_results import Generate, TokenCount
 from serve_llm.server.prompt.messages import read_text
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.pooling_jobs import classify, embed, pool, rerank, score
+from serve_llm.server.prompt.pooling_jobs import classify, embed, embed_cohere, pool, rerank, score
 from serve_llm.server.prompt.response_jobs import (
     compact,
     input_tokens,
@@ -238,6 +238,7 @@ JOBS: dict[str, Callable[[bytes, Context], msgspec.Struct]] = {
         grammar,
         warm,
         embed,
+        embed_cohere,
         rerank,
         score,
         classify,

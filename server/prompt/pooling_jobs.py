@@ -15,6 +15,8 @@ from serve_llm.server.prompt.context import Context, parse_openai_body
 from serve_llm.server.prompt.reranker_prompt import encode_reranker_prompts
 from serve_llm.server.prompt.tokenizer import Encoded, Side
 from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare_pooling, read_field
+from serve_llm.server.schema.cohere import CohereEmbedRequest
+from serve_llm.server.schema.common import parse_lenient_body
 from serve_llm.server.schema.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -42,6 +44,7 @@ class Pool(msgspec.Struct, kw_only=True):
     request: TextRequest
     model: str  # name for the reply
     base64: bool = False
+    embedding_types: list[str] = []  # forms of the vectors in Cohere's reply
     dimensions: int | None = None  # cut embeddings to this size
     is_scaled: bool = False  # scale embeddings to length 1
     activate: bool = True  # logits become probabilities
@@ -56,6 +59,25 @@ def embed(content: bytes, context: Context) -> Pool:
     body, ignored = _parse(EmbeddingRequest, content, context)
     _check_task(context, "embed")
     return _build_vectors(body, context, ignored)
+
+
+def embed_cohere(content: bytes, context: Context) -> Pool:
+    body, ignored = parse_lenient_body(CohereEmbedRequest, content, context.limits)
+    _check_task(context, "embed")
+    name = context.model.check_name(body.model)
+    named = body.name_texts(context.limits)
+    options = body.to_pooling_body()
+    options.check(context.limits)
+    _check_dimensions(body.output_dimension, context, "output_dimension")
+    encoded = _Texts(options, context).encode_all(named)
+    return Pool(
+        request=_prepare(encoded, options, context, [place for place, _ in named]),
+        model=name,
+        dimensions=body.output_dimension,
+        embedding_types=list(body.list_types()),
+        documents=[text for _, text in named],
+        ignored_fields=ignored + ([] if body.input_type is None else ["input_type"]),
+    )
 
 
 def pool(content: bytes, context: Context) -> Pool:
@@ -153,18 +175,18 @@ class _Texts:
 
     def __init__(self, body: PoolingBody, context: Context) -> None:
         self._context = context
-        self._side: Side = body.truncation_side or "right"
+        self._side: Side = body.cut_side
         is_rendered = isinstance(body, InputBody) and body.messages is not None
         adds_by_default = not is_rendered  # a template writes them itself
         self._adds_special_tokens = adds_by_default if body.add_special_tokens is None else body.add_special_tokens
-        self._is_cut = body.truncate_prompt_tokens is not None
+        self._is_cut = body.max_tokens_per_text is not None
         longest = context.facts.max_model_len
-        asked = body.truncate_prompt_tokens
+        asked = body.max_tokens_per_text
         self._max_tokens = longest if asked in (None, -1) or asked is None else min(asked, longest)
         takes_prompt = context.facts.pooling_task == "embed" and not is_rendered
         self._prompt = context.model.vectors.prompt if takes_prompt else ""
 
-    def encode_all(self, inputs: Sequence[tuple[str, str | list[int]]]) -> list[Encoded]:
+    def encode_all(self, inputs: Sequence[tuple[str, str | list[int]]] | Sequence[NamedText]) -> list[Encoded]:
         """inputs: (place, text or ids). The place is what errors name."""
         texts = [(place, self._prompt + text) for place, text in inputs if isinstance(text, str)]
         for place, text in texts:
@@ -257,20 +279,18 @@ def _build_vectors(body: EmbeddingRequest | PoolingRequest, context: Context, ig
     )
 
 
-def _check_dimensions(dimensions: int | None, context: Context) -> None:
+def _check_dimensions(dimensions: int | None, context: Context, param: str = "dimensions") -> None:
     size = context.facts.vector_size
     if dimensions is None or dimensions == size:
         return
     allowed = context.model.vectors.dimensions
     if allowed is None or context.facts.pooling_task != "embed":
-        raise Unsupported(
-            f"dimensions: this model was not trained for shorter embeddings; omit it, or give {size}", "dimensions"
-        )
+        raise Unsupported(f"{param}: this model was not trained for shorter embeddings; omit it, or give {size}", param)
     if allowed and dimensions not in allowed:
         sizes = ", ".join(map(str, allowed))
-        raise InvalidRequest(f"dimensions must be one of {sizes}, not {dimensions}", "dimensions")
+        raise InvalidRequest(f"{param} must be one of {sizes}, not {dimensions}", param)
     if dimensions > size:
-        raise InvalidRequest(f"dimensions must be at most {size}, not {dimensions}", "dimensions")
+        raise InvalidRequest(f"{param} must be at most {size}, not {dimensions}", param)
 
 
 def _prepare_inputs(body: InputBody, context: Context) -> TextRequest:

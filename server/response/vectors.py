@@ -28,6 +28,26 @@ def build_embeddings(
     return _list_entries(entries, pool, meta)
 
 
+def build_cohere_embeddings(
+    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+) -> Iterator[bytes]:
+    billed = {"input_tokens": _count_usage(pool)["prompt_tokens"]}
+    head = {
+        "id": meta.id,
+        "response_type": "embeddings_by_type",
+        "texts": pool.documents,
+        "meta": {"api_version": {"version": "2"}, "billed_units": billed},
+    }
+    yield msgspec.json.encode(head)[:-1] + b',"embeddings":{'
+    for position, name in enumerate(pool.embedding_types):
+        yield (b"," if position else b"") + msgspec.json.encode(name) + b":["
+        for index, vector in enumerate(vectors):
+            numbers = cut_vector(vector, pool.dimensions)
+            yield (b"," if index else b"") + msgspec.json.encode(_FORMS[name](numbers))
+        yield b"]"
+    yield b"}}"
+
+
 def build_pooled(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
     if pool.activate:
         vectors = [array("f", compute_probabilities(vector, settings.activation)).tobytes() for vector in vectors]
@@ -119,9 +139,31 @@ def _compute_cosine(one: Vector, other: Vector) -> float:
     return max(-1.0, min(cosine, 1.0))  # rounding may take it outside
 
 
+def pack_signs(numbers: Vector) -> list[int]:
+    """Bytes of 8 bits, the first number's the highest: 1 for a positive number."""
+    bits = [number > 0 for number in numbers]
+    bits += [False] * (-len(bits) % 8)
+    return [
+        sum(bit << (7 - place) for place, bit in enumerate(bits[start : start + 8])) for start in range(0, len(bits), 8)
+    ]
+
+
+def _encode_base64(numbers: array[float]) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+# How numbers stand in Cohere's reply.
+_FORMS: dict[str, Callable[[array[float]], object]] = {
+    "float": array.tolist,
+    "base64": _encode_base64,
+    "ubinary": pack_signs,
+    "binary": lambda numbers: [byte - 128 for byte in pack_signs(numbers)],
+}
+
+
 def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:
     numbers = cut_vector(vector, pool.dimensions, is_scaled=pool.is_scaled)
-    return base64.b64encode(numbers.tobytes()).decode() if pool.base64 else numbers.tolist()
+    return _encode_base64(numbers) if pool.base64 else numbers.tolist()
 
 
 def _list_entries(entries: Iterable[Mapping[str, object]], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:

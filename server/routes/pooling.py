@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/rerank, /v1/score, /classify and /pooling."""
+"""POST /v1/embeddings, /v2/embed, /v1/rerank, /v1/score, /classify and /pooling."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from serve_llm.server.prompt.pooling_jobs import Pool
 from serve_llm.server.response.vectors import (
     BuildBody,
     build_classes,
+    build_cohere_embeddings,
     build_embeddings,
     build_pooled,
     build_ranking,
@@ -22,6 +23,7 @@ from serve_llm.server.response.vectors import (
 from serve_llm.server.routes.app_state import AppState, Caller
 from serve_llm.server.routes.document import describe_route
 from serve_llm.server.routes.generation import Headers, close_on_disconnect, send_content
+from serve_llm.server.schema.cohere import CohereEmbedReply, CohereEmbedRequest
 from serve_llm.server.schema.pooling import (
     ClassificationReply,
     ClassificationRequest,
@@ -48,6 +50,11 @@ def create_router(state: AppState) -> APIRouter:
     async def create_embeddings(request: Request) -> Response:
         """The embedding of each text."""
         return embed(state, request)
+
+    @router.post("/v2/embed", **describe_route(CohereEmbedRequest, CohereEmbedReply))
+    async def create_cohere_embeddings(request: Request) -> Response:
+        """The embedding of each text, as Cohere's API has it."""
+        return PoolingResponse(state, request, "embed_cohere", "embd", build_cohere_embeddings)
 
     @router.post("/v1/rerank", **describe_route(RerankRequest, RerankReply))
     @router.post("/rerank", **describe_route(RerankRequest, RerankReply))

@@ -54,6 +54,7 @@ class PeerFields(RequestBody):
     mm_processor_kwargs: object | None = neutral({})
     media_io_kwargs: object | None = neutral({})
     data_parallel_rank: object | None = neutral()
+    id_slot: object | None = neutral(-1)
     stream_interval: object | None = neutral(1)
     prompt_embeds: object | None = neutral()
     packed_top_logprobs: object | None = neutral(False)

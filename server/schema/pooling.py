@@ -44,6 +44,11 @@ class PoolingBody(RequestBody):
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="The side on which texts are cut; right when absent."
     )
+    truncate: bool | Literal["NONE", "START", "END"] | None = Field(
+        default=None,
+        description="true or END: cut the end of texts that are longer than the model's length; START: their "
+        "beginning. false and NONE: refuse them, as when absent.",
+    )
     add_special_tokens: bool | None = Field(default=None, description="True when absent. Does not concern ids.")
     priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
     cache_salt: str | None = Field(default=None, description="Prefixes are shared between equal salts only.")
@@ -69,9 +74,24 @@ class PoolingBody(RequestBody):
                     f"truncate_prompt_tokens must be -1 or at least 1, not {self.truncate_prompt_tokens}",
                     "truncate_prompt_tokens",
                 )
+        if self.truncate in (False, "NONE") and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest("truncate and truncate_prompt_tokens contradict each other", "truncate")
+        if self.truncate == "START" and self.truncation_side == "right":
+            raise InvalidRequest("truncate and truncation_side contradict each other", "truncate")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest("priority must fit into 32 bits", "priority")
         check_cache_salt(self.cache_salt)
+
+    @property
+    def max_tokens_per_text(self) -> int | None:
+        """Longer texts are cut; -1: to the model's length. None: they are refused."""
+        if self.truncate_prompt_tokens is None and self.truncate in (True, "START", "END"):
+            return -1
+        return self.truncate_prompt_tokens
+
+    @property
+    def cut_side(self) -> Literal["left", "right"]:
+        return "left" if self.truncate == "START" else self.truncation_side or "right"
 
     @property
     def ineffective_fields(self) -> list[str]:
@@ -120,6 +140,8 @@ class VectorFormat(PoolingBody):
     )
     embed_dtype: object | None = neutral("float32")
     endianness: object | None = neutral("native", "little")
+    embedding_type: object | None = neutral("float", hint="use encoding_format")
+    late_chunking: object | None = neutral(False)
     normalize: bool | None = Field(default=None, description="Scale embeddings to length 1, whatever the model does.")
     use_activation: bool | None = Field(default=None, description="Another name of normalize.")
     input_type: Ignored = Field(default=None, description="No effect: the client adds the prompt of a query itself.")
@@ -234,6 +256,7 @@ class RerankRequest(PoolingBody):
     )
     top_n: int | None = Field(default=None, ge=0, description="Return only the best ones; 0 and absent: all.")
     return_documents: bool | None = Field(default=None, description="Repeat the documents' texts; true when absent.")
+    return_embeddings: object | None = neutral(False)
     rank_fields: object | None = neutral(["text"], hint="only the field text of a document is read")
     max_tokens_per_query: int | None = Field(default=None, ge=1, description="Cut the query to this many tokens.")
     max_tokens_per_doc: int | None = Field(default=None, ge=1, description="Cut each document to this many tokens.")

@@ -260,6 +260,14 @@ def test_cohere_reranks(url: str) -> None:
     assert [result.index for result in found.results] == [1]
 
 
+def test_cohere_embeds(url: str) -> None:
+    cohere = pytest.importorskip("cohere")
+    client = cohere.ClientV2(base_url=url.removesuffix("/v1"), api_key="none")
+    types = ["float", "ubinary"]
+    found = client.embed(model="demo", texts=["a", "b"], input_type="search_document", embedding_types=types)
+    assert len(found.embeddings.float_) == len(found.embeddings.ubinary) == 2 and found.texts == ["a", "b"]
+
+
 def test_litellm_takes_claude_codes_requests(url: str) -> None:
     litellm = pytest.importorskip("litellm")
     tool = {"name": "get_weather", "description": "Weather.", "input_schema": Weather.model_json_schema()}

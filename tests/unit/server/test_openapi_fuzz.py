@@ -35,6 +35,7 @@ LENIENT = (
     "/v1/responses",
     "/v1/responses/input_tokens",
     "/v1/responses/compact",
+    "/v2/embed",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/invocations",

@@ -148,3 +148,44 @@ def test_task_of_pooling(serve: Serve) -> None:
 def test_invocations_tell_requests_for_vectors_apart(serve: Serve, body: dict[str, object], kind: str) -> None:
     reply = serve_vectors(serve).post("/invocations", body)
     assert reply.status == 200 and reply.json()["data"][0]["object"] == kind
+
+
+@pytest.mark.parametrize(("truncate", "side"), [(True, "right"), ("END", "right"), ("START", "left")])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/rerank"])
+def test_truncate_cuts_long_texts(serve: Serve, path: str, truncate: object, side: str) -> None:
+    """As Jina's, Nvidia's and Hugging Face's servers name it."""
+    served = serve(script=lambda request: (0.6, 0.8, 0.0), model_facts=facts(**EMBEDDER, max_model_len=16))
+    text = " ".join(f"word{number}" for number in range(40))
+    body = BODIES[path] | ({"documents": [text]} if path == "/rerank" else {"input": text})
+    ids = served.model.tokenizer.encode(text, add_special_tokens=True)
+    expected = ids[:16] if side == "right" else ids[-16:]
+    assert served.post(path, body | {"truncate": truncate}).status == 200
+    assert expected in [list(request.prompt_ids) for request in served.engine.submitted]
+    for refused in ({}, {"truncate": False}, {"truncate": "NONE"}):
+        assert served.post(path, body | refused).json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"truncate": False, "truncate_prompt_tokens": 3},
+        {"truncate": "NONE", "truncate_prompt_tokens": -1},
+        {"truncate": "START", "truncation_side": "right"},
+        {"truncate": "MIDDLE"},
+        {"truncate": 1},
+    ],
+    ids=str,
+)
+def test_truncate_that_means_nothing(serve: Serve, fields: dict[str, object]) -> None:
+    error = serve_vectors(serve).post("/v1/embeddings", {"input": "a", **fields}).json()["error"]
+    assert error["param"] == "truncate"
+
+
+def test_neutral_values_of_jina(serve: Serve) -> None:
+    served = serve_vectors(serve)
+    fields = {"embedding_type": "float", "late_chunking": False, "truncate": True}
+    assert served.post("/v1/embeddings", {"input": "a", **fields}).status == 200
+    assert served.post("/rerank", {"query": "a", "documents": ["b"], "return_embeddings": False}).status == 200
+    for name, value in (("embedding_type", "binary"), ("late_chunking", True)):
+        error = served.post("/v1/embeddings", {"input": "a", name: value}).json()["error"]
+        assert error["param"] == name and error["code"] == "unsupported"

@@ -48,7 +48,17 @@ def leaves(table: Iterable[object]) -> Iterator[Route]:
 def test_no_route_changes_the_servers_state(served: Served) -> None:
     """One that did would need a key of its own, for administrators."""
     changing = {path for method, path in routes(served) if method not in ("GET", "HEAD")}
-    vectors = {"/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/classify", "/pooling"}
+    vectors = {
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/rerank",
+        "/v2/rerank",
+        "/v2/embed",
+        "/v1/score",
+        "/score",
+        "/classify",
+        "/pooling",
+    }
     texts = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/infill", "/invocations"}
     translated = {"/v1/messages", "/v1/messages/count_tokens"}
     translated |= {f"/v1/responses{end}" for end in ("", "/input_tokens", "/compact")}
