@@ -111,6 +111,7 @@ def read_families() -> dict[str, Family]:
     """Read every architecture from the configs of the tests' checkpoints."""
     sys.path.insert(0, str(ROOT / "tests"))
     from parity.test_jina_bert import CONFIG as JINA_BERT
+    from parity.test_jina_bert import QK_NORM_CONFIG as JINA_BERT_QK_NORM
     from parity.test_models import VARIANTS
     from unit.engine.model.test_encoder_configs import NEW
 
@@ -133,6 +134,7 @@ def read_families() -> dict[str, Family]:
         families[architecture].add_checkpoint(architecture, NEW | {"architectures": [architecture]})
     for architecture in ("JinaBertModel", "JinaBertForMaskedLM"):
         families[architecture].add_checkpoint(architecture, JINA_BERT | {"architectures": [architecture]})
+        families[architecture].add_checkpoint(architecture, JINA_BERT_QK_NORM | {"architectures": [architecture]})
     return families
 
 

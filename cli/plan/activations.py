@@ -311,7 +311,7 @@ def _norm_and_rope_peak(
     elements = q_elements + k_elements
     query = q_elements * step.element
     peak = qkv
-    if attention.qk_projection_norm_eps is not None:
+    if attention.qk_projection_norm is not None:
         peak = qkv + step.float32_copy(elements) + elements * FLOAT32_BYTES
     norm_kind = attention.qk_norm.kind if attention.qk_norm is not None else None
     if norm_kind == "layer":

@@ -235,7 +235,7 @@ class _LayerWeights:
             yield _norm(attention.qk_norm, num_heads * head_dim)
             if attention.qk_norm.kind == "rms" and not attention.qk_norm.affine:
                 yield OtherWeight(num_heads * head_dim, attention.qk_norm.float32_weight, in_checkpoint=False)
-        if attention.qk_projection_norm_eps is not None:
+        if attention.qk_projection_norm is not None:
             yield OtherWeight(q_size + kv_size)
         if attention.sinks:
             yield OtherWeight(len(head_share.heads), float32=True)

@@ -17,7 +17,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.build import Forward, ModelBuilder, Part
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.rope_spec import RopeSpec
-from serve_llm.engine.model.spec import AttentionSpec
+from serve_llm.engine.model.spec import AttentionSpec, NormSpec
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.kernels.activation import sigmoid
 from serve_llm.kernels.registry import Kernels
@@ -212,8 +212,8 @@ def _build_qkv_projection(spec: AttentionSpec, input_size: int, share: HeadShare
     )
     if spec.qkv_clip is not None:
         qkv_proj = _with_clip(qkv_proj, spec.qkv_clip)
-    if spec.qk_projection_norm_eps is not None:
-        return _with_projection_norms(qkv_proj, spec, spec.qk_projection_norm_eps, share, builder)
+    if spec.qk_projection_norm is not None:
+        return _with_projection_norms(qkv_proj, spec, spec.qk_projection_norm, share, builder)
     if spec.qk_norm is not None and spec.qk_norm.kind == "layer" and share.heads:
         return _with_head_layer_norms(qkv_proj, spec, spec.qk_norm.eps, share, builder)
     return qkv_proj
@@ -224,37 +224,48 @@ def _with_clip(qkv_proj: Forward, limit: float) -> Forward:
 
 
 def _with_projection_norms(
-    qkv_proj: Forward, spec: AttentionSpec, eps: float, share: HeadShare, builder: ModelBuilder
+    qkv_proj: Forward, spec: AttentionSpec, norm: NormSpec, share: HeadShare, builder: ModelBuilder
 ) -> Forward:
-    """`qkv_proj` with an RMS norm over the queries of all ranks, and one over their keys.
+    """`qkv_proj` with a norm over the queries of all ranks, and one over their keys.
 
-    The sums of squares are all-reduced; a KV head that several ranks hold is counted by the first of them. Computed in
+    Sums are all-reduced; a KV head that several ranks hold is counted by the first of them. Computed in
     float32, rounded once.
     """
     query_size = spec.num_heads * spec.head_dim
     key_size = spec.num_kv_heads * spec.head_dim
     queries = elements(share.heads, spec.head_dim)
     keys = elements(share.kv_heads, spec.head_dim)
-    weight = torch.cat(
-        [
-            builder.parameter("q_norm.weight", query_size, part=Part(0, queries)),
-            builder.parameter("k_norm.weight", key_size, part=Part(0, keys)),
-        ]
-    )
+    sizes = torch.tensor([query_size, key_size], device=builder.device)
+
+    def build_parameter(kind: str) -> Tensor:
+        """Of the norms of queries and keys together."""
+        query_part = builder.parameter(f"q_norm.{kind}", query_size, part=Part(0, queries))
+        return torch.cat([query_part, builder.parameter(f"k_norm.{kind}", key_size, part=Part(0, keys))])
+
+    weight = build_parameter("weight")
+    bias = build_parameter("bias") if norm.has_bias else None
     group = builder.groups.tensor
     queries_end = len(queries)
     keys_end = len(queries) + len(keys)
     own_keys_start = queries_end + (spec.head_dim if share.before else 0)  # an earlier rank counts the first KV head
 
+    def compute_means(wide: Tensor) -> Tensor:
+        """wide: (tokens, own queries and keys) -> (tokens, 2): of the queries and of the keys of all ranks."""
+        own_sums = [wide[:, :queries_end].sum(-1), wide[:, own_keys_start:].sum(-1)]
+        return group.all_reduce(torch.stack(own_sums, 1)) / sizes
+
     def forward(x: Tensor) -> Tensor:
         qkv = qkv_proj(x)
         wide = qkv[:, :keys_end].float()
-        squares = wide.square()
-        own_sums = [squares[:, :queries_end].sum(-1), squares[:, own_keys_start:].sum(-1)]
-        sums = group.all_reduce(torch.stack(own_sums, 1))
-        wide[:, :queries_end] *= torch.rsqrt(sums[:, :1] / query_size + eps)
-        wide[:, queries_end:] *= torch.rsqrt(sums[:, 1:] / key_size + eps)
-        qkv[:, :keys_end] = wide.mul_(weight)
+        if norm.kind == "layer":
+            means = compute_means(wide)
+            wide[:, :queries_end] -= means[:, :1]
+            wide[:, queries_end:] -= means[:, 1:]
+        scales = torch.rsqrt(compute_means(wide.square()) + norm.eps)
+        wide[:, :queries_end] *= scales[:, :1]
+        wide[:, queries_end:] *= scales[:, 1:]
+        wide.mul_(weight)
+        qkv[:, :keys_end] = wide if bias is None else wide.add_(bias)
         return qkv
 
     return forward

@@ -92,6 +92,13 @@ class ConfigReader:
         """The keys and values, for objects whose keys are arbitrary names."""
         return tuple(self._values)
 
+    def names_code(self, repository: str) -> bool:
+        """Whether the code that the checkpoint brings is that of a repository on the Hub, as `auto_map` or
+        `_name_or_path` says."""
+        auto_map = self._values.get("auto_map")
+        places = [self._values.get("_name_or_path"), *(auto_map.values() if isinstance(auto_map, Mapping) else ())]
+        return any(str(place).partition("--")[0] == repository for place in places)
+
     def set_defaults(self, **values: object) -> None:
         """Set defaults of keys that are missing in the file."""
         self._values = values | self._values

@@ -105,6 +105,23 @@ class PostNormLayer(DecoderLayer):
 
 
 @dataclass(eq=False, repr=False)
+class PostNormTwiceLayer(DecoderLayer):
+    """norm(x + norm(x + attention(x))), then norm(x + ffn(x)). input_norm is NO_NORM."""
+
+    attention_norm: Norm
+    attention_post_norm: Norm
+    ffn_norm: Norm
+
+    def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        residual, x = self._attend(residual, x, inputs, selected)
+        x = self.attention_norm.add(residual, x)[1]
+        residual = self.attention_post_norm.add(residual, x)[1]
+        x = self.ffn(residual)
+        residual = self.ffn_norm.add(residual, x)[1]
+        return residual, self.next_norm(residual)
+
+
+@dataclass(eq=False, repr=False)
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + ffn(norm(x)), with one norm."""
 
@@ -161,6 +178,10 @@ def _add_norms(attention: AttentionModule, ffn: Forward, spec: LayerSpec, norm: 
             return PreNormLayer(attention, ffn, attention_norm, norm("ffn_norm"))
         case "post":
             return PostNormLayer(attention, ffn, NO_NORM, norm("attention_norm"), norm("ffn_norm"))
+        case "post_twice":
+            return PostNormTwiceLayer(
+                attention, ffn, NO_NORM, norm("attention_norm"), norm("attention_post_norm"), norm("ffn_norm")
+            )
         case "output":
             return SandwichNormLayer(attention, ffn, NO_NORM, norm("attention_norm"), NO_NORM, norm("ffn_norm"))
         case "sandwich":

@@ -17,7 +17,7 @@ from serve_llm.engine.model.rope_spec import LongScaling, RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 PoolingType = Literal["cls", "max", "mean", "mean_sqrt_len", "weighted_mean", "last"]
-NormPosition = Literal["pre", "post", "output", "sandwich", "parallel", "parallel_two_norms"]
+NormPosition = Literal["pre", "post", "post_twice", "output", "sandwich", "parallel", "parallel_two_norms"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None  # norm of every query and key head, before rope; a layer norm has weights per head
-    qk_projection_norm_eps: float | None = None  # RMS norms over all query heads together and all key heads together
+    qk_projection_norm: NormSpec | None = None  # over all query heads together and all key heads together, before rope
     alibi_slopes: tuple[float, ...] | None = None  # ALiBi, one per head: see `kernels.attention.paged_attention`
     qkv_clip: float | None = None  # queries, keys and values are limited to -qkv_clip .. qkv_clip
     sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
@@ -178,6 +178,7 @@ class LayerSpec:
 
     pre                 x + f(norm(x)), then the same with g
     post                norm(x + f(x)), then the same with g
+    post_twice          norm(x + norm(x + f(x))), then norm(x + g(x))
     output              x + norm(f(x)), then the same with g
     sandwich            x + norm(f(norm(x))), then the same with g
     parallel            x + f(norm(x)) + g(norm(x)), with one norm

@@ -27,7 +27,9 @@ _OPERATIONS = {
     "chat": "chat",
     "messages": "chat",
     "responses": "chat",
+    "compact": "chat",
     "embed": "embeddings",
+    "embed_cohere": "embeddings",
 }
 
 Attributes = dict[str, str | int | float | list[str] | list[int]]

@@ -1,4 +1,8 @@
-"""JinaBERT, which transformers does not have, against its definition (arXiv:2310.19923) in plain torch, in float32."""
+"""JinaBERT, which transformers does not have, against its definition (arXiv:2310.19923) in plain torch, in float32.
+
+Its second form, that of jina-embeddings-v2-base-code, has layer norms of queries and keys, adds what attention reads
+twice, and names its tensors differently.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,18 @@ CONFIG = {
     "type_vocab_size": 2,
     "vocab_size": 331,
 }
+CODE = "jinaai/jina-bert-v2-qk-post-norm"
+QK_NORM_CONFIG = {
+    **CONFIG,
+    "_name_or_path": "/models/mine",
+    "architectures": ["JinaBertForMaskedLM"],
+    "auto_map": {"AutoModel": f"{CODE}--modeling_bert.JinaBertModel"},
+}
 WIDTH, INNER, HEADS = 96, 97, 6
 SLOPES = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]  # those of four heads, and every second one of eight
 
 
-def make_weights() -> dict[str, Tensor]:
+def make_weights(has_qk_norm: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def make(*shape: int) -> Tensor:
@@ -53,17 +64,23 @@ def make_weights() -> dict[str, Tensor]:
         for name in ("self.query", "self.key", "self.value", "output.dense"):
             weights[f"{prefix}.attention.{name}.weight"] = make(WIDTH, WIDTH)
             weights[f"{prefix}.attention.{name}.bias"] = make(WIDTH)
-        weights[f"{prefix}.mlp.gated_layers.weight"] = make(2 * INNER, WIDTH)
-        weights[f"{prefix}.mlp.wo.weight"] = make(WIDTH, INNER)
-        weights[f"{prefix}.mlp.wo.bias"] = make(WIDTH)
-        norms += [f"{prefix}.attention.output.LayerNorm", f"{prefix}.mlp.layernorm"]
+        up, down = ("up_gated_layer", "down_layer") if has_qk_norm else ("gated_layers", "wo")
+        weights[f"{prefix}.mlp.{up}.weight"] = make(2 * INNER, WIDTH)
+        weights[f"{prefix}.mlp.{down}.weight"] = make(WIDTH, INNER)
+        weights[f"{prefix}.mlp.{down}.bias"] = make(WIDTH)
+        norms.append(f"{prefix}.attention.output.LayerNorm")
+        if has_qk_norm:
+            own = ("attention.self.layer_norm_q", "attention.self.layer_norm_k", "layer_norm_1", "layer_norm_2")
+            norms += [f"{prefix}.{name}" for name in own]
+        else:
+            norms.append(f"{prefix}.mlp.layernorm")
     for name in norms:
         weights[f"{name}.weight"] = 1.0 + make(WIDTH)
         weights[f"{name}.bias"] = make(WIDTH)
     return weights
 
 
-def compute_hidden(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
+def compute_hidden(weights: dict[str, Tensor], ids: list[int], has_qk_norm: bool) -> Tensor:
     """(ids, width)."""
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -78,13 +95,20 @@ def compute_hidden(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
     bias = -(positions[:, None] - positions).abs() * torch.tensor(SLOPES)[:, None, None]
     for layer in range(3):
         prefix = f"encoder.layer.{layer}"
-        query, key, value = (
-            linear(x, f"{prefix}.attention.self.{name}").view(len(ids), HEADS, -1).transpose(0, 1)
-            for name in ("query", "key", "value")
-        )
+        projected = [linear(x, f"{prefix}.attention.self.{name}") for name in ("query", "key", "value")]
+        if has_qk_norm:
+            projected[0] = norm(projected[0], f"{prefix}.attention.self.layer_norm_q")
+            projected[1] = norm(projected[1], f"{prefix}.attention.self.layer_norm_k")
+        query, key, value = (one.view(len(ids), HEADS, -1).transpose(0, 1) for one in projected)
         scores = query @ key.transpose(1, 2) * (WIDTH // HEADS) ** -0.5 + bias
         mixed = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
-        x = norm(x + linear(mixed, f"{prefix}.attention.output.dense"), f"{prefix}.attention.output.LayerNorm")
+        attended = norm(x + linear(mixed, f"{prefix}.attention.output.dense"), f"{prefix}.attention.output.LayerNorm")
+        if has_qk_norm:
+            x = norm(x + attended, f"{prefix}.layer_norm_1")
+            up, gate = linear(x, f"{prefix}.mlp.up_gated_layer").chunk(2, -1)
+            x = norm(x + linear(functional.gelu(gate) * up, f"{prefix}.mlp.down_layer"), f"{prefix}.layer_norm_2")
+            continue
+        x = attended
         gate, up = linear(x, f"{prefix}.mlp.gated_layers").chunk(2, -1)
         x = norm(x + linear(functional.gelu(gate) * up, f"{prefix}.mlp.wo"), f"{prefix}.mlp.layernorm")
     return x
@@ -92,17 +116,18 @@ def compute_hidden(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-def test_equals_the_definition(prefix: str, tensor: int, tmp_path: Path) -> None:
-    weights = make_weights()
+@pytest.mark.parametrize("has_qk_norm", [False, True])
+def test_equals_the_definition(prefix: str, tensor: int, has_qk_norm: bool, tmp_path: Path) -> None:
+    weights = make_weights(has_qk_norm)
     named = {f"{prefix}{name}": weight for name, weight in weights.items()}
     if prefix:
         named |= {"cls.predictions.bias": torch.zeros(331), "cls.predictions.transform.dense.bias": torch.zeros(WIDTH)}
     save_file(named, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(QK_NORM_CONFIG if has_qk_norm else CONFIG))
     rng = random.Random(1)
     prompts = [[rng.randrange(331) for _ in range(length)] for length in (1, 2, 17, 40, 250)]
     engine = make_engine(tmp_path, tensor=tensor, pooling_type="mean")
     found = compute_vectors(engine, [pooling_request(number, ids) for number, ids in enumerate(prompts)])
     for number, ids in enumerate(prompts):
-        expected = functional.normalize(compute_hidden(weights, ids).mean(0), dim=0)
+        expected = functional.normalize(compute_hidden(weights, ids, has_qk_norm).mean(0), dim=0)
         torch.testing.assert_close(functional.normalize(found[number], dim=0), expected, rtol=1e-5, atol=1e-5)

@@ -56,6 +56,7 @@ def build_encoder(
     token_types: int = 0,
     pooler: PoolerSpec | None = None,
     alibi_slopes: tuple[float, ...] | None = None,
+    qk_projection_norm: NormSpec | None = None,
 ) -> ModelSpec:
     """An encoder with BERT's names of sizes. The caller must call config.done()."""
     width, heads, head_dim = read_heads(config)
@@ -69,6 +70,7 @@ def build_encoder(
             rope=rope,
             sliding_window=windows[index] if windows else None,
             qkv_bias=bias,
+            qk_projection_norm=qk_projection_norm,
             output_bias=bias,
             alibi_slopes=alibi_slopes,
             causal=False,

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from serve_llm.engine.model.spec import AttentionSpec, MLPSpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
+_LAYER_NORMS = ("attention_norm", "attention_post_norm", "ffn_norm", "embedding_norm", "final_norm")
+
 
 def build_weights(
     spec: ModelSpec,
@@ -65,8 +67,10 @@ def _find_biases(spec: ModelSpec) -> dict[str, bool]:
     assert isinstance(attention, AttentionSpec) and isinstance(ffn, MLPSpec)
     biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), attention.qkv_bias)
     biased["attention.output"] = attention.output_bias
+    has_qk_bias = attention.qk_projection_norm is not None and attention.qk_projection_norm.has_bias
+    biased |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), has_qk_bias)
     biased |= {"ffn.gate": ffn.bias, "ffn.up": ffn.bias, "ffn.down": ffn.has_down_bias}
-    biased |= dict.fromkeys(("attention_norm", "ffn_norm", "embedding_norm", "final_norm"), layer.norm.has_bias)
+    biased |= dict.fromkeys(_LAYER_NORMS, layer.norm.has_bias)
     for head in spec.pooler.layers if spec.pooler is not None else ():
         biased[f"pooler.{head.name}"] = head.bias
         biased[f"pooler.{head.name}_norm"] = head.norm is not None and head.norm.has_bias

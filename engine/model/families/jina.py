@@ -19,6 +19,16 @@ V2_LAYER = {
     "mlp.wo": "ffn.down",
     "mlp.layernorm": "ffn_norm",
 }
+V2_QK_NORM_CODE = "jinaai/jina-bert-v2-qk-post-norm"
+V2_QK_NORM_LAYER = {
+    **ATTENTION,
+    "attention.self.layer_norm_q": "attention.q_norm",
+    "attention.self.layer_norm_k": "attention.k_norm",
+    "layer_norm_1": "attention_post_norm",
+    "mlp.up_gated_layer": "ffn.up ffn.gate",
+    "mlp.down_layer": "ffn.down",
+    "layer_norm_2": "ffn_norm",
+}
 V2_ACTIVATIONS: dict[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 V3_LAYER = {
     "mixer.Wqkv": "attention.q attention.k attention.v",
@@ -31,20 +41,25 @@ V3_LAYER = {
 
 
 def read_jina_bert(architecture: str) -> Read:
-    """JinaBERT (arXiv:2310.19923), whose ALiBi lowers the scores of tokens on both sides. Defaults of absent keys are
-    those of the model's own code."""
+    """JinaBERT (arXiv:2310.19923), whose ALiBi lowers the scores of tokens on both sides. A second form, such as
+    jina-embeddings-v2-base-code, norms queries and keys and adds attention's input twice; only the repository of its
+    code tells it apart. Defaults of absent keys are those of the model's own code."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         _, heads, _ = read_heads(config)
         config.only("position_embedding_type", "alibi")
         activation = config.choice("feed_forward_type", V2_ACTIVATIONS, "original")
         config.ignore("hidden_act", "emb_pooler", "attn_implementation")
+        norm = NormSpec("layer", config.number("layer_norm_eps", 1e-12))
+        has_qk_norm = config.names_code(V2_QK_NORM_CODE)
         spec = build_encoder(
             config,
             architecture,
             max_position=config.integer("max_position_embeddings", 512),
             ffn=MLPSpec(config.integer("intermediate_size"), activation, gated=True, down_bias=True),
-            norm=NormSpec("layer", config.number("layer_norm_eps", 1e-12)),
+            norm=norm,
+            norm_position="post_twice" if has_qk_norm else "post",
+            qk_projection_norm=norm if has_qk_norm else None,
             ropes=[None] * config.layers("num_hidden_layers"),
             token_types=config.integer("type_vocab_size", 2),
             alibi_slopes=compute_slopes(heads),
@@ -52,7 +67,7 @@ def read_jina_bert(architecture: str) -> Read:
         config.done()
         weights = build_weights(
             spec,
-            V2_LAYER,
+            V2_QK_NORM_LAYER if has_qk_norm else V2_LAYER,
             base="bert",
             embedding_parts=TYPES_AND_NORM,
             head="cls",

@@ -56,7 +56,7 @@ def weights(
     members = _members(spec)
     if isinstance(mixer, AttentionSpec):
         norm = mixer.qk_norm
-        if mixer.qk_projection_norm_eps is not None or (norm is not None and norm.kind == "rms" and norm.affine):
+        if mixer.qk_projection_norm is not None or (norm is not None and norm.kind == "rms" and norm.affine):
             names = {**names, **QK_NORMS}
         sizes = {"attention.q": mixer.num_heads * mixer.head_dim}
         sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.num_kv_heads * mixer.head_dim)

@@ -27,7 +27,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         qkv_bias=bias,
         output_bias=bias,
     )
-    spec = map_attention(plain, lambda index, attention: replace(attention, qk_projection_norm_eps=norm.eps))
+    spec = map_attention(plain, lambda index, attention: replace(attention, qk_projection_norm=norm))
     config.done()
     norms = {"post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "ffn_norm"}
     return spec, weights(spec, norms | ATTENTION | GATED)

@@ -139,6 +139,24 @@ def test_jina() -> None:
     assert "roberta.encoder.layers.1.mixer.Wqkv.weight" in weights.expand(2)
 
 
+@pytest.mark.parametrize(
+    ("fields", "position"),
+    [
+        ({"_name_or_path": "jinaai/jina-bert-v2-qk-post-norm"}, "post_twice"),
+        ({"auto_map": {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}}, "post_twice"),
+        ({"auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"}}, "post"),
+        ({"auto_map": "none", "_name_or_path": None}, "post"),
+        ({}, "post"),
+    ],
+    ids=range(5),
+)
+def test_jina_bert_is_told_apart_by_its_code(fields: dict[str, object], position: str) -> None:
+    config = {**JINA, "architectures": ["JinaBertModel"], "model_type": "bert", "feed_forward_type": "geglu"}
+    spec, _ = read_model({**config, "position_embedding_type": "alibi", **fields})
+    assert {layer.norm_position for layer in spec.layers} == {position}
+    assert (spec.layers[0].attention.qk_projection_norm is not None) == (position == "post_twice")
+
+
 EMBEDDING_GEMMA = {
     "architectures": ["Gemma3TextModel"],
     "head_dim": 24,
