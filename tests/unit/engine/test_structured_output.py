@@ -122,6 +122,8 @@ SENTENCES: list[tuple[dict[str, object], str]] = [
     ({"regex": "[a-z]{2,4}!"}, "abcd!"),
     ({"grammar": 'start: "a" b?\nb: "b"'}, "ab"),
     ({"grammar": 'start: "<t>" j "</t>"\nj: %json {"enum": [1, 2]}'}, "<t>1</t>"),
+    ({"grammar": 'start: "x " A\nA: %regex {"substring_words": "the quick fox"}'}, "x quick fox"),
+    ({"grammar": "start: A\nA: /[a-z]{3}/ & ~/.*z.*/"}, "abc"),
     ({"grammar": 'root ::= "x" [0-9] [0-9]'}, "x12"),
 ]
 
