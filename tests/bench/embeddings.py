@@ -1,12 +1,14 @@
-"""Embeddings per second of this server and of sentence-transformers, whose turns take turns on the same checkpoint.
+"""Embeddings per second of this server, of sentence-transformers and of OpenVINO, by turns on the same checkpoint.
 
-Run: PYTHONPATH=tests python -m bench.embeddings [--peer PYTHON] [--dtype float32 bfloat16] [--shape small base]
+Run: PYTHONPATH=tests python -m bench.embeddings [--peer PYTHON] [--openvino PYTHON] [--dtype float32 bfloat16]
+    [--shape small base]
 
-PYTHON is an interpreter with sentence-transformers. The checkpoint is a BERT with random weights in the shape of
-bge-small or bge-base. The server is asked over HTTP, by one client that waits for each answer (batch 1) or sends one
-request with all texts (batch 32); the peer encodes in its own process, without HTTP. Both compute vectors of the same
-texts, which are compared first. Prints a table of texts per second, then one JSON line. On a machine that others use
-too, --threads 1 and the texts per second of CPU time of all processes are what can be compared.
+PYTHON is an interpreter with sentence-transformers, or with openvino, torch and transformers. The checkpoint is a BERT
+with random weights in the shape of bge-small or bge-base. The server is asked over HTTP, by one client that waits for
+each answer (batch 1) or sends one request with all texts (batch 32); the peers encode in their own processes, without
+HTTP. All compute vectors of the same texts, which are compared first. Prints a table of texts per second, then one JSON
+line. On a machine that others use too, --threads 1 and the texts per second of CPU time of all processes are what can
+be compared.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ WORDS = 8000
 LENGTHS = (32, 512)
 BATCHES = (1, 32)
 SECONDS = 1.5  # of each turn, at least
-PEER = Path(__file__).parent / "peers" / "sentence_encoder.py"
+PEERS = Path(__file__).parent / "peers"
 
 Vectors = list[list[float]]
 Encode = Callable[[list[str]], Vectors]
@@ -104,8 +106,7 @@ class OwnServer:
 
 
 class PeerProcess:
-    def __init__(self, python: str, folder: Path, dtype: str, threads: int) -> None:
-        command = [python, str(PEER), str(folder), "--dtype", dtype]
+    def __init__(self, command: list[str], threads: int) -> None:
         environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
@@ -160,6 +161,7 @@ def compare_vectors(encoders: list[Encode]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="an interpreter that has sentence-transformers")
+    parser.add_argument("--openvino", help="an interpreter that has openvino, torch and transformers")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shape", nargs="+", default=["small"], choices=SHAPES)
     parser.add_argument("--turns", type=int, default=5)
@@ -179,7 +181,11 @@ def main() -> None:
 def compare(folder: Path, shape: str, dtype: str, given: argparse.Namespace) -> list[dict[str, object]]:
     servers: dict[str, OwnServer | PeerProcess] = {"serve-llm": OwnServer(folder, dtype, given.threads)}
     if given.peer is not None:
-        servers["sentence-transformers"] = PeerProcess(given.peer, folder, dtype, given.threads)
+        command = [given.peer, str(PEERS / "sentence_encoder.py"), str(folder), "--dtype", dtype]
+        servers["sentence-transformers"] = PeerProcess(command, given.threads)
+    if given.openvino is not None:
+        command = [given.openvino, str(PEERS / "openvino_encoder.py"), str(folder), "--dtype", dtype]
+        servers["openvino"] = PeerProcess([*command, "--threads", str(given.threads)], given.threads)
     found: list[dict[str, object]] = []
     try:
         cosine = compare_vectors([server.encode for server in servers.values()])
