@@ -59,7 +59,7 @@ FIELD_ORIGINS = {
     "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count session_id guided_json guided_regex "
     "guided_choice guided_grammar guided_whitespace_pattern guided_decoding_backend",
     "SGLang": "max_new_tokens regex ebnf stop_regex custom_params no_stop_trim",
-    "llama.cpp": "n_predict repeat_penalty grammar json_schema cache_prompt timings_per_token return_progress "
+    "llama.cpp": "n_predict repeat_penalty grammar json_schema cache_prompt id_slot timings_per_token return_progress "
     "typical_p mirostat mirostat_tau mirostat_eta xtc_probability xtc_threshold dry_multiplier dry_base "
     "dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     "Ollama": "num_ctx",

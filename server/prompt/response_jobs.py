@@ -103,8 +103,7 @@ def _prepare_compaction(content: bytes, context: Context, stored: StoredContext 
     body, ignored = parse_lenient_body(CompactRequest, content, context.limits)
     model = context.model.check_name(body.model)
     history = None if stored is None else _resolve(body, stored)
-    defaults: dict[str, Any] = {**context.model.defaults}
-    turn, skipped = body.to_turn(SamplingParams(max_tokens=None, **defaults), context.limits, history)
+    turn, skipped = body.to_turn(body.build_params(context.model.defaults), context.limits, history)
     _, request = prepare_turn(turn, context)
     return Generate(
         request=request,

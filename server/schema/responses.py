@@ -6,7 +6,7 @@ Unknown fields have no effect; the response names them in a header. `prompt.item
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -147,6 +147,11 @@ class CompactRequest(InputTokensRequest):
     @property
     def is_compaction(self) -> bool:
         return True
+
+    def build_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """defaults: those of the model."""
+        truncate = -1 if self.truncation == "auto" else None
+        return SamplingParams(max_tokens=None, truncate_prompt_tokens=truncate, **defaults)
 
 
 class ResponsesRequest(InputTokensRequest):

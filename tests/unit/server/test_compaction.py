@@ -108,6 +108,14 @@ def test_the_length_of_a_summary_is_limited(served: Served) -> None:
     assert 100 < served.engine.submitted[0].sampling.max_tokens <= 8192
 
 
+def test_a_conversation_beyond_the_context_is_cut_if_asked(served: Served) -> None:
+    long = {"role": "user", "content": "tea " * 3000}
+    reply = served.post(PATH, {"input": [long, ANSWER]})
+    assert reply.status == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+    assert compact(served, input=[long, ANSWER], truncation="auto")["output"][-1]["type"] == "compaction"
+    assert SUMMARY_REQUEST in read_prompt(served)
+
+
 @pytest.mark.parametrize("fields", [{"input": None}, {"input": []}, {}])
 def test_a_conversation_is_required(served: Served, fields: Json) -> None:
     reply = served.post(PATH, fields)
