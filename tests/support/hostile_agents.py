@@ -18,7 +18,7 @@ ENDLESS: Schema = {"type": "array", "uniqueItems": True}
 
 
 def agent_cases() -> list[Case]:
-    families = (messages, blocks, client_tools, responses, items, flat_tools, custom_tools, counts)
+    families = (messages, blocks, client_tools, responses, items, flat_tools, custom_tools, counts, compactions)
     return [case for family in families for case in family()]
 
 
@@ -252,3 +252,17 @@ def counts() -> Iterator[Case]:
         yield Case(f"count_tokens {number}", f"{MESSAGES}/count_tokens", json.dumps(body).encode())
     for number, body in enumerate(({}, {"input": []}, {"input": [{"type": []}]})):
         yield Case(f"input_tokens {number}", f"{RESPONSES}/input_tokens", json.dumps(body).encode())
+
+
+def compactions() -> Iterator[Case]:
+    path = f"{RESPONSES}/compact"
+    wrong: list[Json] = [{"input": value} for value in (None, [], 3, {}, [3], [{"type": []}], [{"role": "wizard"}])]
+    wrong += [{"instructions": 3}, {"previous_response_id": "x"}, {"model": "x" * MANY}, {"tools": [{}]}]
+    wrong += [{"input": [{"role": "user", "content": "x"}] * MANY}, {"input": "word " * MANY}]
+    for number, fields in enumerate(wrong):
+        yield Case(f"{path} {number}", path, json.dumps({"input": "x"} | fields).encode())
+    for number, body in enumerate((b"", b"[]", b'{"input": "\xff"}', b"{" * 1000)):
+        yield Case(f"{path} malformed {number}", path, body)
+    for value in (None, 3, [], "x", "AA==", "/w==", "x" * MANY):
+        summary = {"type": "compaction", "encrypted_content": value}
+        yield respond(f"compaction {str(value)[:9]}", input=[summary, {"type": "compaction_trigger"}, {"type": "x"}])
