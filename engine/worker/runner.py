@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.lora_rows import spread_slots
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.sampling.choose import build_sampler
-from serve_llm.engine.sampling.grammar_mask import Mask, intersect, unpack_masks
+from serve_llm.engine.sampling.grammar_mask import Mask, unpack_masks
 from serve_llm.engine.sampling.known_logprobs import find_known_logprobs
 from serve_llm.engine.sampling.logit_adjustments import SampleRow
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
@@ -35,7 +34,7 @@ from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTok
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors
 from serve_llm.engine.worker.runnable_model import RunnableModel
-from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_tokens, find_sampled_rows
+from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_tokens, apply_masks, find_sampled_rows
 
 MAX_SPLIT_TOKENS = 32  # maximum tokens of a sequence in a decode step; more are cheaper as a prompt
 
@@ -379,7 +378,6 @@ class Runner:
         sample number. logits: (tokens after which an id is sampled, shard of vocabulary)."""
         rows: list[SampleRow] = []
         req_indices = []
-        errors: dict[int, str] = {}  # rows where the grammar leaves nothing to sample
         for chunk in scheduled:
             if not chunk.sample:
                 continue
@@ -388,12 +386,7 @@ class Runner:
             for num_known in range(num_output - len(chunk.draft_ids), num_output + 1):
                 rows.append(SampleRow(request.sampling, request.prompt_ids, request.later_ids[:num_known]))
                 req_indices.append(chunk.req_index)
-        for index, grammar_mask in masks.items():
-            mask, error = intersect(grammar_mask, rows[index])
-            if error:
-                errors[index] = error
-            else:
-                rows[index] = msgspec.structs.replace(rows[index], mask=mask)
+        errors = apply_masks(rows, masks)
         output = self._sampler.start(logits, rows)
         if output.token_ids is not None:
             self._last_token_ids.store(output.token_ids, self._copier.to_device(np.array(req_indices)))

@@ -1,10 +1,13 @@
-"""Finds the tokens of a step after which ids are sampled, and adds the sampled ids to results."""
+"""Finds the tokens of a step after which ids are sampled, masks their rows, and adds the sampled ids to results."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from serve_llm.engine.sampling.grammar_mask import NOTHING_LEFT
+import msgspec
+
+from serve_llm.engine.sampling.grammar_mask import NOTHING_LEFT, Mask, intersect
+from serve_llm.engine.sampling.logit_adjustments import SampleRow
 from serve_llm.engine.sampling.sampler import SampledToken
 from serve_llm.engine.scheduler.output import RunnerOutput, ScheduledTokens
 
@@ -14,6 +17,18 @@ NOT_FINITE = "the model's logits are not finite"
 def find_sampled_rows(scheduled: Sequence[ScheduledTokens], ends: Sequence[int]) -> list[int]:
     """Find the rows after which an id is sampled. ends: where the rows of each chunk end."""
     return [row for chunk, end in zip(scheduled, ends, strict=True) for row in range(end - chunk.num_samples, end)]
+
+
+def apply_masks(rows: list[SampleRow], masks: Mapping[int, Mask]) -> dict[int, str]:
+    """Put the grammar masks into the rows, by index. Returns the errors of rows in which nothing is left to sample."""
+    errors: dict[int, str] = {}
+    for index, grammar_mask in masks.items():
+        mask, error = intersect(grammar_mask, rows[index])
+        if error:
+            errors[index] = error
+        else:
+            rows[index] = msgspec.structs.replace(rows[index], mask=mask)
+    return errors
 
 
 def add_sampled_tokens(

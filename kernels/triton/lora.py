@@ -19,11 +19,11 @@ from torch import Tensor
 from serve_llm.kernels.lora import ExpansionWeight
 from serve_llm.kernels.triton.product import dot
 
-ROWS = 16  # of a block: the fewest that a product takes
+ROWS = 16  # rows per block: the fewest that a product takes
 SPLIT = 1024  # inputs that one program of `_shrink` sums
-DEPTH_BYTES = 256  # inputs of a row that it loads at a time
-MOST_COLUMNS = 64  # of a program of `_shrink`
-OUTPUTS = 64  # of a program of `_expand`
+DEPTH_BYTES = 256  # bytes of a row that it loads at a time
+MOST_COLUMNS = 64  # columns per program of `_shrink`
+OUTPUTS = 64  # outputs per program of `_expand`
 MOST_ROWS = 1024  # in a call, whose parts of sums take memory
 
 
@@ -38,10 +38,10 @@ class TritonSlots:
         self._max_rank = max_rank
         self._down = torch.zeros((num_slots, len(parts) * max_rank, inputs), dtype=dtype, device=device)
         self._up = torch.zeros((num_slots, outputs, max_rank), dtype=dtype, device=device)
-        # what a DoRA adapter does to the layer's own outputs, see `OutputScale`
+        # Per slot: what a DoRA adapter does to the layer's own outputs, see `OutputScale`
         self._factors = torch.zeros((num_slots, outputs), dtype=torch.float32, device=device)
         self._offsets = torch.zeros((num_slots, outputs), dtype=torch.float32, device=device)
-        # of each slot: its columns, whether it has factors, and the first column and the end of each part
+        # Per slot: its number of columns, whether it has factors, and the first column and the end of each part
         self._entries = torch.zeros((num_slots, 2 + 2 * len(parts)), dtype=torch.int32, device=device)
         self._part_of_output: dict[int, int] = {}  # by a part's first output; the last of those that begin there
         tiles = []  # first output, end of the part, part
