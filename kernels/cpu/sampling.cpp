@@ -246,16 +246,25 @@ bool is_filtered(const Draw& draw, int columns) {
   return (draw.top_k > 0.0 && draw.top_k < columns) || draw.min_p > 0.0;
 }
 
-// nucleus_floor for a whole row of bfloat16 numbers: equal numbers are counted and weighed together.
+// nucleus_floor for a whole row of bfloat16 numbers: equal numbers are counted and weighed together. Groups of -inf
+// alone, which may be most of a row under a mask, are not counted one by one: a processor waits for a count to be
+// stored before it adds to the same one again.
 float nucleus_floor_of_counts(const Summary& s, Weighing by, double top_p) {
   Workspace& space = workspace;
   const uint16_t* row = (const uint16_t*)s.row.logits;
-  for (int column = 0; column < s.row.columns; column++) space.counts[row[column]]++;
+  int banned = 0;
+  for (int group = 0; group < s.groups(); group++) {
+    const int first = group * GROUP, end = std::min(first + GROUP, s.row.columns);
+    if (s.maxima[group] == -INFINITY) banned += end - first;
+    else
+      for (int column = first; column < end; column++) space.counts[row[column]]++;
+  }
   uint32_t highest, half;
   memcpy(&highest, &s.highest, 4);
   half = s.highest == 0.0f ? 0 : highest >> 16;  // not that of -0: the loop passes both zeros
   int distinct = 0;
-  int seen = std::exchange(space.counts[MINUS_INFINITY], 0);  // weighs nothing, and is far below the other numbers
+  // -inf weighs nothing, and is far below the other numbers
+  int seen = banned + std::exchange(space.counts[MINUS_INFINITY], 0);
   while (seen < s.row.columns) {
     const int count = std::exchange(space.counts[half], 0);
     if (count > 0) {
@@ -321,21 +330,6 @@ int choose(const Summary& s, const Draw& draw) {
   return is_filtered(draw, s.row.columns) ? draw_filtered(s, draw) : draw_from_row(s, draw);
 }
 
-// Sets to `banned` what a row of packed bits, 32 columns to a word, does not allow.
-template <class Number>
-void apply_mask(Number* row, int columns, const uint32_t* words, Number banned) {
-  for (int first = 0; first < columns; first += 32) {
-    const int count = std::min(32, columns - first);
-    const uint32_t inside = count == 32 ? ~0u : (1u << count) - 1;
-    uint32_t left = ~words[first / 32] & inside;
-    if (left == inside) {
-      std::fill(row + first, row + first + count, banned);
-      continue;
-    }
-    for (; left != 0; left &= left - 1) row[first + __builtin_ctz(left)] = banned;
-  }
-}
-
 // The k most likely columns; of equal ones the lowest first.
 void list_likeliest(const Summary& s, int k, double log_sum, int32_t* top_ids, double* top_logprobs) {
   Workspace& space = workspace;
@@ -377,18 +371,13 @@ EXPORT void serve_llm_choose(const Matrix* matrix, const Draw* draws, int64_t* c
 }
 
 // rows: `count` different ones. masks: (count, ceil(columns / 32)). Changes the matrix.
-EXPORT void serve_llm_apply_masks(const Matrix* matrix, const int64_t* rows, const uint32_t* masks, int count, int,
-                                  int threads) {
+EXPORT void serve_llm_apply_masks(const Matrix* matrix, const int64_t* rows, const uint32_t* masks, int count,
+                                  int variant, int threads) {
   const int64_t words = (matrix->columns + 31) / 32;
   if ((int64_t)count * matrix->columns <= WORTH_THREADS) threads = 1;
   parallel(count, 1, threads, [&](int64_t first, int64_t last) {
-    for (int64_t index = first; index < last; index++) {
-      void* row = const_cast<void*>(matrix->row((int)rows[index]).logits);
-      if (matrix->bf16)
-        apply_mask((uint16_t*)row, matrix->columns, masks + index * words, MINUS_INFINITY);
-      else
-        apply_mask((float*)row, matrix->columns, masks + index * words, -INFINITY);
-    }
+    for (int64_t index = first; index < last; index++)
+      VARIANTS[variant]->apply_mask(matrix->row((int)rows[index]), masks + index * words);
   });
 }
 

@@ -149,6 +149,46 @@ int count_of(const Cell* row, int columns, const float* maxima, float value) {
   return count;
 }
 
+// Sets the numbers to -inf whose bits are 0: 32 of them, or fewer at the end of a row.
+template <class Cell>
+inline void ban(Cell* cells, int count, uint32_t bits) {
+  if (bits == 0) {
+    for (int i = 0; i < count; i++) set_lowest(cells[i]);
+    return;
+  }
+  const uint32_t inside = count == 32 ? ~0u : (1u << count) - 1;
+  for (uint32_t left = ~bits & inside; left != 0; left &= left - 1) set_lowest(cells[__builtin_ctz(left)]);
+}
+
+#if defined(__AVX512BW__)
+inline void ban_word(float* cells, uint32_t bits) {
+  const __m512 lowest = _mm512_set1_ps(-INFINITY);
+  _mm512_mask_storeu_ps(cells, (__mmask16)~bits, lowest);
+  _mm512_mask_storeu_ps(cells + 16, (__mmask16)(~bits >> 16), lowest);
+}
+inline void ban_word(Bf16* cells, uint32_t bits) {
+  _mm512_mask_storeu_epi16(cells, ~bits, _mm512_set1_epi16((short)0xff80));
+}
+#elif defined(__AVX2__)
+template <class Cell>
+inline void ban_word(Cell* cells, uint32_t bits) {  // shifts by different numbers, which the compiler vectorises
+  Cell lowest;
+  set_lowest(lowest);
+  for (int i = 0; i < 32; i++) cells[i] = bits >> i & 1 ? cells[i] : lowest;
+}
+#else
+template <class Cell>
+inline void ban_word(Cell* cells, uint32_t bits) { ban(cells, 32, bits); }
+#endif
+
+template <class Cell>
+void apply_mask_to(Cell* row, int columns, const uint32_t* words) {
+  int first = 0;
+  for (; first + 32 <= columns; first += 32)
+    if (words[first / 32] != ~0u) ban_word(row + first, words[first / 32]);
+  if (first < columns) ban(row + first, columns - first, words[first / 32]);
+}
+
 // Calls of(cells) with a pointer to the row's numbers of their type.
 template <class Of>
 inline auto typed(const Row& row, Of of) {
@@ -197,6 +237,11 @@ int count_above(Row row, const float* maxima, float value) {
   return typed(row, [&](auto cells) { return count_of(cells, row.columns, maxima, value); });
 }
 
+void apply_mask(Row row, const uint32_t* words) {
+  if (row.bf16) apply_mask_to((Bf16*)row.logits, row.columns, words);
+  else apply_mask_to((float*)row.logits, row.columns, words);
+}
+
 }  // namespace
 
-const Scan JOIN(scan, VARIANT) = {maxima, sums, weigh, add, spread, gather, count_above};
+const Scan JOIN(scan, VARIANT) = {maxima, sums, weigh, add, spread, gather, count_above, apply_mask};

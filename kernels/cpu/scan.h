@@ -41,6 +41,8 @@ struct Scan {
   int (*gather)(Row, const float* maxima, float threshold, int32_t* ids, float* values);
   // The number of logits above `value`.
   int (*count_above)(Row, const float* maxima, float value);
+  // Sets to -inf what packed bits, 32 columns to a word, do not allow. The row is not const.
+  void (*apply_mask)(Row, const uint32_t* words);
 };
 
 // Those that are compiled.
