@@ -15,7 +15,7 @@ from serve_llm.server.dialects.lark import write_literal, write_regex
 from serve_llm.server.dialects.schema_members import BESIDE, GENERAL, Schema
 from serve_llm.server.dialects.schema_types import ALL_TYPES, find_type, find_types
 from serve_llm.server.dialects.tagged_codec import NUMBER
-from serve_llm.server.structured_output.json_schema import KEYWORDS
+from serve_llm.server.structured_output.schema_walk import KEYWORDS
 
 _SPACE = r"[\s\x1c-\x1f]*"  # what Python strips
 _EXPONENT = "[eE][-+]?[0-9]"

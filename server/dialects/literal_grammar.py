@@ -35,7 +35,7 @@ from serve_llm.server.dialects.schema_members import (
 from serve_llm.server.dialects.schema_types import find_types
 from serve_llm.server.dialects.string_grammar import SplitSchema, split_schema, write_string, write_strings
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.json_schema import KEYWORDS
+from serve_llm.server.structured_output.schema_walk import KEYWORDS
 
 MAX_DEPTH = 20  # objects and lists of a schema inside each other, where it is written out
 _NESTING = ("properties", "additionalProperties", "items", "prefixItems", "anyOf", "oneOf", "allOf")

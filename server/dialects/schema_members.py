@@ -12,7 +12,7 @@ from serve_llm.server.dialects.dialect import Codec, GemmaCodec, JsonCodec, Pyth
 from serve_llm.server.dialects.literal_codec import BARE_KEY
 from serve_llm.server.dialects.schema_types import MAX_DEPTH, find_types, follow_reference
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.json_schema import KEYWORDS
+from serve_llm.server.structured_output.schema_walk import KEYWORDS
 
 Schema = Mapping[str, object]
 

@@ -12,8 +12,8 @@ from serve_llm.server.dialects.lark import ANY_TEXT, Symbol, write_free_text, wr
 from serve_llm.server.dialects.schema_members import BESIDE, CANNOT, GENERAL, NOT_BESIDE, Schema, resolve_alone
 from serve_llm.server.dialects.schema_types import ALL_TYPES, find_type, find_types
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.json_schema import KEYWORDS
 from serve_llm.server.structured_output.pattern import split_units, translate_pattern
+from serve_llm.server.structured_output.schema_walk import KEYWORDS
 from serve_llm.server.structured_output.string_formats import FORMATS, normalize_format
 
 _ALTERNATIVES = ("anyOf", "oneOf")

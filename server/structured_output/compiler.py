@@ -222,7 +222,7 @@ def build_refusal(param: str, error: GrammarError) -> Grammar:
     """The cached form of an error: the parameter, a JSON pointer into it, the keyword and the reason."""
     place = f"{param} at #{error.pointer}" if error.pointer else param
     keyword = f"{error.keyword}: " if error.keyword is not None else ""
-    return Grammar(error=f"{place}: {keyword}{error.message}{_advise(error.message)}", param=param)
+    return Grammar(error=f"{place}: {keyword}{error.message}{_advise(error)}", param=param)
 
 
 def build_death_refusal(param: str, largest: GrammarError, reason: str) -> Grammar:
@@ -240,7 +240,8 @@ def _find_largest(source: GrammarSource) -> GrammarError:
     return blame_largest(schema, "") if isinstance(schema, dict) else GrammarError("")
 
 
-def _advise(message: str) -> str:
-    if message.startswith("oneOf constraints are not supported"):
+def _advise(error: GrammarError) -> str:
+    is_too_large = error.keyword == "oneOf" and error.message == "schema too large"
+    if is_too_large or error.message.startswith("oneOf constraints are not supported"):
         return ': add "x-guidance": {"coerce_one_of": true} at the schema\'s root to have it treated as anyOf'
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from serve_llm.server.structured_output.schema_walk import Schema, Subschema, find_targets, list_resources
@@ -9,6 +10,7 @@ from serve_llm.server.structured_output.schema_walk import Schema, Subschema, fi
 _TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))  # integers are numbers
 _MAX_WORK = 50_000  # subschemas and values that are looked at
 _MAX_DEPTH = 6
+MAX_NEGATIONS = 3000  # subschemas that opposites of the parts may have: they double what is in them
 
 
 class _OutOfWork(Exception):
@@ -21,8 +23,11 @@ class DisjointSchemas:
     def __init__(self, root: Schema) -> None:
         self._root = Subschema("", root)
         self._has_one_resource = sum(1 for _ in list_resources(self._root)) == 1
-        self._knows_const = "draft-04" not in str(root.get("$schema"))
+        self.knows_const = not re.search("draft-0[34]", str(root.get("$schema")))  # and contains
+        options = root.get("x-guidance")
+        self.coerces_one_of = isinstance(options, dict) and options.get("coerce_one_of") is True
         self._work_left = _MAX_WORK
+        self.negations_left = MAX_NEGATIONS
 
     def check(self, one: object, other: object) -> bool:
         """True if no value is valid under both; False if there may be one."""
@@ -115,7 +120,7 @@ class DisjointSchemas:
                 self._work(len(schema["enum"]))
                 found = {_freeze(value) for value in schema["enum"]}
                 values = found if values is None else values & found
-            if "const" in schema and self._knows_const:
+            if "const" in schema and self.knows_const:
                 found = {_freeze(schema["const"])}
                 values = found if values is None else values & found
         return values

@@ -18,7 +18,8 @@ from serve_llm.server.structured_output.number_rewrites import BOUNDS, MAX_DECIM
 from serve_llm.server.structured_output.pattern import narrow_whitespace
 from serve_llm.server.structured_output.schema_rewrites import rewrite_keywords
 from serve_llm.server.structured_output.schema_walk import (
-    SUBSCHEMA_KEYWORDS,
+    IGNORED_BY_COMPILER,
+    KEYWORDS,
     Schema,
     Subschema,
     find_targets,
@@ -61,14 +62,6 @@ _PROCESSING = re.compile(r"; while processing [^#]*#?(.*)$")  # the $ref that le
 
 # A part of a schema keeps its meaning beside these.
 _CONTEXT = ("$schema", "$id", "id", "$defs", "definitions")
-
-_IGNORED_BY_COMPILER = ("disallow", "divisibleBy", "extends")  # keywords from draft 3
-
-KEYWORDS = {*SUBSCHEMA_KEYWORDS, *_IGNORED_BY_COMPILER}
-KEYWORDS |= {"$dynamicRef", "$recursiveRef", "$ref", "const", "contentEncoding", "dependentRequired"}
-KEYWORDS |= {"enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength"}
-KEYWORDS |= {"maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum"}
-KEYWORDS |= {"multipleOf", "pattern", "required", "type", "uniqueItems", "x-guidance"}
 
 Find = Callable[[object], str]
 TryPart = Callable[[object], str | None]  # the error of a schema, empty without one; None if no time is left
@@ -165,7 +158,7 @@ def _names_keys_and_allows_others(schema: object) -> bool:
 
 def _check_keywords(schema: Schema, pointer: str) -> None:
     """Refuse what llguidance ignores."""
-    for keyword in _IGNORED_BY_COMPILER:
+    for keyword in IGNORED_BY_COMPILER:
         if keyword in schema:
             raise GrammarError(f"{keyword} is not supported", pointer, keyword)
     divisor = schema.get("multipleOf")

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import re
+from collections.abc import Set
 from itertools import combinations
 
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.idle_keywords import drop_idle_keywords
+from serve_llm.server.structured_output.negation import are_names, join, negate
 from serve_llm.server.structured_output.pattern import split_lookahead, translate_pattern
 from serve_llm.server.structured_output.property_names import rewrite_property_names
-from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema, add_part
+from serve_llm.server.structured_output.schema_walk import Schema, add_part
 from serve_llm.server.structured_output.string_formats import normalize_format
 
 _INT32 = 2**31
 
 _MAX_NAMED = 16  # properties of which one must be there
-_TYPES = ("null", "boolean", "object", "array", "number", "string")
-_MAX_WAYS = 50  # that oneOf may have: each is written with the opposite of all others
+_MAX_WAYS = 50  # that oneOf may have
+_MAX_OVERLAPS = 100  # pairs of ways that may both be valid: each is written with the opposite of the other
 
 
 def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str], draft: object) -> None:
@@ -33,58 +35,15 @@ def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str
         if keyword not in pointed:
             _rewrite_dependencies(schema, keyword)
     if "not" not in pointed:
-        _rewrite_not(schema)
+        _rewrite_not(schema, disjoint)
+    if pointed.isdisjoint(("if", "then", "else")) and not re.search("draft-0[346]", str(draft)):
+        _rewrite_if(schema, disjoint)
     if "oneOf" not in pointed:
         _rewrite_one_of(schema, disjoint)
     if "propertyNames" not in pointed:
         rewrite_property_names(schema, disjoint)
     _rewrite_min_properties(schema)
     _join_patterns(schema)
-
-
-def negate(schema: object) -> Schema | None:
-    """What is valid where `schema` is not; None if it is not known how to write that."""
-    if not isinstance(schema, dict):
-        return None
-    parts = []
-    for keyword, value in schema.items():
-        if keyword in ANNOTATIONS:
-            continue
-        part = _negate_keyword(keyword, value)
-        if part is None:
-            return None
-        parts.append(part)
-    return _join("anyOf", parts)
-
-
-def _negate_keyword(keyword: str, value: object) -> Schema | None:
-    if keyword == "not":
-        return value if isinstance(value, dict) else None
-    if keyword == "type":  # no expression matches numbers that are no integers
-        named = value if isinstance(value, list) else [value]
-        if any(name not in (*_TYPES, "integer") for name in named) or ("integer" in named and "number" not in named):
-            return None
-        others = [name for name in _TYPES if name not in named]
-        return {"type": others} if others else None
-    if keyword == "required" and isinstance(value, list) and _are_names(value):
-        missing = _join("anyOf", [{"properties": {name: False}} for name in value])
-        return _join("allOf", [{"type": "object"}, missing])
-    if keyword in ("anyOf", "allOf") and isinstance(value, list):
-        parts = [negate(part) for part in value]
-        return _join("allOf" if keyword == "anyOf" else "anyOf", parts)
-    return None
-
-
-def _join(keyword: str, parts: Sequence[Schema | None]) -> Schema | None:
-    """None if there is no part, or if one is None."""
-    known = [part for part in parts if part is not None]
-    if not known or len(known) < len(parts):
-        return None
-    return known[0] if len(known) == 1 else {keyword: known}
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def _rewrite_patterns(schema: Schema) -> None:
@@ -125,7 +84,7 @@ def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
     if not isinstance(found, dict):
         return
     wanted = {name: [value] if isinstance(value, str) else value for name, value in found.items()}
-    if not all(isinstance(value, dict) or value == [] or _are_names(value) for value in wanted.values()):
+    if not all(isinstance(value, dict) or value == [] or are_names(value) for value in wanted.values()):
         return
     del schema[keyword]
     for name, value in wanted.items():
@@ -134,10 +93,12 @@ def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
             add_part(schema, {"anyOf": [{"properties": {name: False}}, holds]})
 
 
-def _rewrite_not(schema: Schema) -> None:
-    negated = negate(schema.get("not"))
+def _rewrite_not(schema: Schema, disjoint: DisjointSchemas) -> None:
+    if "not" not in schema:
+        return
+    negated = negate(schema["not"], disjoint)
     if negated is None and not _allows_numbers(schema):
-        negated = negate(_replace_integers(schema.get("not")))
+        negated = negate(_replace_integers(schema["not"]), disjoint)
     if negated is not None:
         del schema["not"]
         add_part(schema, negated)
@@ -157,25 +118,53 @@ def _replace_integers(schema: object) -> object:
 
 
 def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
-    """Ways that exclude each other, and properties of which exactly one may be there."""
+    """Each way, without what the ways that it does not exclude by itself allow too."""
     found = schema.get("oneOf")
     if not isinstance(found, list) or not 1 < len(found) <= _MAX_WAYS:
         return
-    if all(disjoint.check(one, other) for one, other in combinations(found, 2)):
-        del schema["oneOf"]
-        add_part(schema, {"anyOf": found})
+    overlaps = [
+        (one, other)
+        for one, other in combinations(range(len(found)), 2)
+        if not disjoint.check(found[one], found[other])
+    ]
+    if overlaps and (disjoint.coerces_one_of or len(overlaps) > _MAX_OVERLAPS):
         return
-    if not all(isinstance(way, dict) and set(way) - ANNOTATIONS == {"required"} for way in found):
-        return
-    negated = [negate(way) for way in found]
-    if None in negated:
-        return
-    ways = []
-    for index, way in enumerate(found):
-        others = [other for number, other in enumerate(negated) if number != index]
-        ways.append({"allOf": [{"required": way["required"]}, *others]})
+    ways: list[list[Schema | bool]] = [[way] for way in found]
+    for one, other in [*overlaps, *((other, one) for one, other in overlaps)]:
+        negated = negate(found[other], disjoint, _find_keys(found[one], disjoint) or _find_keys(schema, disjoint))
+        if negated is None:
+            return
+        ways[one].append(negated)
     del schema["oneOf"]
-    add_part(schema, {"anyOf": ways})
+    add_part(schema, join("anyOf", [join("allOf", way) for way in ways]))
+
+
+def _find_keys(schema: object, disjoint: DisjointSchemas) -> Set[str] | None:
+    """All keys that objects may have under a schema, if it lists them."""
+    if isinstance(schema, dict) and "$ref" in schema:
+        targets = list(disjoint.resolve(schema))
+        schema = targets[0] if len(targets) == 1 else None
+    if not isinstance(schema, dict) or "$ref" in schema or "patternProperties" in schema:
+        return None
+    named = schema.get("properties", {})
+    return set(named) if schema.get("additionalProperties") is False and isinstance(named, dict) else None
+
+
+def _rewrite_if(schema: Schema, disjoint: DisjointSchemas) -> None:
+    if "if" not in schema:
+        return
+    negated = negate(schema["if"], disjoint)
+    condition, then, otherwise = (_to_schema(schema.get(keyword, True)) for keyword in ("if", "then", "else"))
+    if negated is None or condition is None or then is None or otherwise is None:
+        return
+    for keyword in ("if", "then", "else"):
+        schema.pop(keyword, None)
+    add_part(schema, join("anyOf", [join("allOf", [condition, then]), join("allOf", [negated, otherwise])]))
+
+
+def _to_schema(value: object) -> Schema | bool | None:
+    """None for what is no schema."""
+    return value if isinstance(value, dict | bool) else None
 
 
 def _rewrite_min_properties(schema: Schema) -> None:

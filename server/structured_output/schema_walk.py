@@ -13,6 +13,13 @@ _SCHEMA_TOO = ("then", "unevaluatedItems", "unevaluatedProperties")
 _SCHEMA_MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 _SCHEMA_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 SUBSCHEMA_KEYWORDS = {*_SCHEMA, *_SCHEMA_TOO, *_SCHEMA_MAPS, *_SCHEMA_LISTS}
+IGNORED_BY_COMPILER = ("disallow", "divisibleBy", "extends")  # keywords from draft 3
+
+KEYWORDS = {*SUBSCHEMA_KEYWORDS, *IGNORED_BY_COMPILER}
+KEYWORDS |= {"$dynamicRef", "$recursiveRef", "$ref", "const", "contentEncoding", "dependentRequired"}
+KEYWORDS |= {"enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength"}
+KEYWORDS |= {"maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum"}
+KEYWORDS |= {"multipleOf", "pattern", "required", "type", "uniqueItems", "x-guidance"}
 ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
 
 
@@ -96,7 +103,7 @@ def list_subschemas(parent: Subschema) -> Iterator[Subschema]:
             yield Subschema(pointer, value)
 
 
-def add_part(schema: Schema, part: Schema) -> None:
+def add_part(schema: Schema, part: Schema | bool) -> None:
     """Make a part valid too. A malformed allOf stays as it is, to be refused."""
     others = schema.setdefault("allOf", [])
     if isinstance(others, list):

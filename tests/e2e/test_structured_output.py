@@ -50,7 +50,7 @@ def test_official_client(server: Daemon) -> None:
             if choice.finish_reason == "stop":
                 assert isinstance(json.loads(choice.message.content), dict)
         with pytest.raises(openai.BadRequestError) as caught:
-            schema = {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}
+            schema = {"name": "x", "schema": {"properties": {"a": {"not": {"format": "date"}}}}}
             client.chat.completions.create(response_format={"type": "json_schema", "json_schema": schema}, **how)
         assert caught.value.param == "response_format.json_schema.schema" and "#/properties/a: not" in str(caught.value)
         with pytest.raises(openai.APIError, match="no token is left"):

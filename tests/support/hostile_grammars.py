@@ -54,11 +54,11 @@ def alternatives(depth: int, keyword: str) -> Schema:
 def schemas() -> Iterator[Case]:
     """Not enforceable, contradictory, malformed."""
     wrong: list[object] = [
-        {"not": {"pattern": "^x"}},
+        {"not": {"pattern": "^x+y"}},
         {"not": {"type": ["null", "boolean", "object", "array", "number", "string"]}},
         {"dependencies": {"a": 3}},
         {"oneOf": [{"required": ["a"]}, {"required": []}]},
-        {"type": "array", "items": {"if": {"type": "string"}, "then": {"minLength": 1}}},
+        {"type": "array", "items": {"if": {"multipleOf": 2}, "then": {"minLength": 1}}},
         {"type": "array", "uniqueItems": True, "items": {"type": "array", "uniqueItems": True}},
         {"$ref": "file:///etc/passwd"},
         {"$ref": "http://169.254.169.254/latest/meta-data/"},
@@ -82,7 +82,7 @@ def schemas() -> Iterator[Case]:
         {"type": "number", "multipleOf": 1e-300, "minimum": 1e300},
         {"type": "string", "minLength": -5},
         {"type": "string", "maxLength": 10**30},
-        {"x-guidance": {"lenient": True}, "not": {}},
+        {"x-guidance": {"lenient": True}, "not": {"format": "date"}},
         {"x-guidance": {"nonsense": 3}},
         {"properties": {"a": {"const": "\ud800"}}},
         {"oneOf": [{"type": "number"}, {"type": "integer"}]},
@@ -109,7 +109,7 @@ def schema_bombs() -> Iterator[Case]:
     refs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(7 * i + j) % 300}"} for j in range(12)]} for i in range(300)}
     yield constrained("references in circles", json={"$defs": refs, "$ref": "#/$defs/d0"})
     doubling = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
-    doubling["d60"] = {"allOf": [{"type": "string"}, {"not": {}}]}
+    doubling["d60"] = {"allOf": [{"type": "string"}, {"not": {"format": "date"}}]}
     yield constrained("references that double", json={"$defs": doubling, "$ref": "#/$defs/d0"})
     yield constrained("number", json={"type": "number", "minimum": 1e-300, "maximum": 1e300, "multipleOf": 1e-200})
     names = {f"p{i}": [f"q{i}"] for i in range(40)}
@@ -137,7 +137,7 @@ def grammars() -> Iterator[Case]:
         "start: @other",
         'start: x\nx[max_tokens=1]: "a"',
         "start: %json {",
-        'start: %json {"not": {}}',
+        'start: %json {"not": {"format": "date"}}',
         "%import common.NUMBER\nstart: NONSENSE",
         "start: /(/",
         "\x00",
@@ -164,7 +164,7 @@ def structural_tags() -> Iterator[Case]:
     deep: Schema = anything
     for _ in range(120):
         deep = {"type": "tag", "begin": "<", "content": deep, "end": ">"}
-    content = {"type": "json_schema", "json_schema": {"not": {}}}
+    content = {"type": "json_schema", "json_schema": {"not": {"format": "date"}}}
     many = [{"type": "tag", "begin": f"<{number}>", "content": content, "end": ""} for number in range(3000)]
     for number, format_ in enumerate(
         (
@@ -224,7 +224,12 @@ def tools() -> Iterator[Case]:
     ]
     for number, value in enumerate(wrong):
         yield chat(f"tools {number}", tools=value)
-    bombs: list[Schema] = [{"not": {}}, nested(90), alternatives(9, "oneOf"), {"$ref": "file:///etc/passwd"}]
+    bombs: list[Schema] = [
+        {"not": {"format": "date"}},
+        nested(90),
+        alternatives(9, "oneOf"),
+        {"$ref": "file:///etc/passwd"},
+    ]
     for number, schema in enumerate(bombs):
         parameters = {"type": "object", "properties": {"a": schema}}
         case = chat(f"strict tool {number}", tools=[function("f", parameters=parameters, strict=True)])

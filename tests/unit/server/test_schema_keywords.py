@@ -194,8 +194,8 @@ def test_a_reference_may_lead_through_a_keyword_without_effect() -> None:
 
 
 UNENFORCEABLE: dict[str, object] = {
-    "not": {"not": {"pattern": "^x"}},
-    "if": {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"type": "null"}},
+    "not": {"not": {"pattern": "^x+y"}},
+    "if": {"if": {"multipleOf": 2}, "then": {"minLength": 1}, "else": {"type": "null"}},
     "uniqueItems": {"type": "array", "uniqueItems": True},
     "contains": {"type": "array", "contains": {"const": 1}},
     "minContains": {"type": "array", "contains": {"const": 1}, "minContains": 2},

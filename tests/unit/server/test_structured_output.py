@@ -65,8 +65,8 @@ def nested_one_of(depth: int) -> dict[str, object]:
 
 
 REFUSED: list[tuple[object, str, str]] = [  # schema, where, what
-    ({"properties": {"a": {"items": {"not": {}}}}}, "#/properties/a/items: not:", "Unimplemented"),
-    ({"if": {}, "then": {"minLength": 1}}, "json: if:", "Unimplemented"),
+    ({"properties": {"a": {"items": {"not": {"format": "date"}}}}}, "#/properties/a/items: not:", "Unimplemented"),
+    ({"if": {"format": "date"}, "then": {"minLength": 1}}, "json: if:", "Unimplemented"),
     ({"anyOf": [{"type": "string"}, {"type": "array", "uniqueItems": True}]}, "#/anyOf/1: uniqueItems:", ""),
     ({"type": "array", "contains": {"type": "string"}}, "contains:", ""),
     ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "unevaluatedProperties": False}, "unevaluatedProperties:", ""),
@@ -83,7 +83,7 @@ REFUSED: list[tuple[object, str, str]] = [  # schema, where, what
     ({"$ref": "https://example.com/schema"}, "$ref:", "fetch"),
     ({"properties": {"a": {"$ref": "#/nowhere"}}}, "#/properties/a: $ref:", "/nowhere"),
     ({"$defs": {"x": {"type": "strin"}}, "properties": {"a": {"$ref": "#/$defs/x"}}}, "#/$defs/x: type:", "strin"),
-    ({"oneOf": [{"minimum": 1}, {"maximum": 3}]}, "oneOf:", "coerce_one_of"),
+    ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, "oneOf:", "coerce_one_of"),
     ({"properties": {"a": {"divisibleBy": 2}}}, "#/properties/a: divisibleBy:", "not supported"),
     (
         {"$ref": "#/components/A%20b/0", "components": {"A b": [{"properties": {"x": {"divisibleBy": 2}}}]}},
@@ -105,14 +105,14 @@ REFUSED: list[tuple[object, str, str]] = [  # schema, where, what
     ),
     (
         {
-            "$defs": {"x": {"items": {"oneOf": [{"minimum": 1}, {"maximum": 3}]}}},
+            "$defs": {"x": {"items": {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}}},
             "properties": {"a": {"$ref": "#/$defs/x"}},
         },
         "#/$defs/x/items: oneOf:",
         "coerce_one_of",
     ),
     (
-        {"$id": "http://x/y", "$defs": {"x": {"not": {}}}, "properties": {"a": {"$ref": "#/$defs/x"}}},
+        {"$id": "http://x/y", "$defs": {"x": {"not": {"format": "date"}}}, "properties": {"a": {"$ref": "#/$defs/x"}}},
         "#/$defs/x: not:",
         "Unimplemented",
     ),
@@ -143,7 +143,7 @@ REFUSED: list[tuple[object, str, str]] = [  # schema, where, what
     ({"type": "object", "patternProperties": {"[]a]": {}}}, "json: patternProperties:", "[]"),
     ({"enum": []}, "json", "empty"),
     (False, "json", "no value is valid"),
-    ({"x-guidance": {"lenient": True}, "not": {}}, "not:", "Unimplemented"),
+    ({"x-guidance": {"lenient": True}, "not": {"format": "date"}}, "not:", "Unimplemented"),
     ('{"type": ', "json", "malformed"),
     ("[1]", "json", "an object or a boolean"),
     (nested(1000), "json", "recursion"),
@@ -183,8 +183,8 @@ def test_other_kinds(compiler: GrammarCompiler) -> None:
         ({"grammar": 'start: x\nx[max_tokens=5]: "a"+'}, "max_tokens"),
         ({"grammar": 'start: a "b"\na[capture="x", max_tokens=2]: /a*/'}, "max_tokens"),
         ({"grammar": 'start: a "b"\na[capture="[", temperature = 2.0]: /a*/'}, "temperature"),
-        ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "lenient"),
-        ({"grammar": 'start: %json {"not": {}}'}, "not"),
+        ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {"format": "date"}}'}, "lenient"),
+        ({"grammar": 'start: %json {"not": {"format": "date"}}'}, "not"),
         ({"grammar": 'start: "a" <|nowhere|>'}, "unknown special token"),
         ({"choice": ["x" * 2**20]}, "longer than"),
         ({"whitespace_pattern": "(", "json": {}}, "unclosed group"),
