@@ -16,10 +16,13 @@ def to_decimal(value: float) -> Decimal:
     return Decimal(repr(value))
 
 
-def count_places(value: float) -> int:
-    """The decimal places of a number, 0 of infinity."""
-    exponent = to_decimal(value).normalize().as_tuple().exponent
-    return -exponent if isinstance(exponent, int) and exponent < 0 else 0
+def count_places(value: Fraction) -> int:
+    """The decimal places of a number that has an end."""
+    count = 0
+    while value.denominator > 1:
+        value *= 10
+        count += 1
+    return count
 
 
 def is_read_exactly(value: float) -> bool:

@@ -8,12 +8,13 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 
 from llguidance import LLMatcher
 
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.float_texts import count_places, is_read_exactly
+from serve_llm.server.structured_output.float_texts import count_places, is_read_exactly, to_decimal
 from serve_llm.server.structured_output.number_rewrites import BOUNDS, MAX_DECIMAL_PLACES, NumberRewriter
 from serve_llm.server.structured_output.pattern import narrow_whitespace
 from serve_llm.server.structured_output.schema_rewrites import rewrite_keywords
@@ -204,7 +205,7 @@ def _check_bound(schema: Schema, pointer: str, keyword: str) -> None:
     is_inclusive = keyword in ("minimum", "maximum")
     if abs(bound) < _MAX_FLOAT_INTEGER + is_inclusive:
         _check_numbers(bound, pointer, keyword)
-        if isinstance(bound, float) and count_places(bound) > MAX_DECIMAL_PLACES:
+        if isinstance(bound, float) and count_places(Fraction(to_decimal(bound))) > MAX_DECIMAL_PLACES:
             message = f"bounds with more than {MAX_DECIMAL_PLACES} decimal places cannot be enforced"
             raise GrammarError(message, pointer, keyword)
         return

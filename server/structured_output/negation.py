@@ -105,7 +105,9 @@ class _Negation:
             return self._negate_values(keyword, value)
         if keyword in _COUNTS:
             return _negate_count(keyword, value)
-        if keyword in _BOUNDS and type(value) in (int, float) and abs(value) < _MAX_EXACT:
+        if keyword in _BOUNDS and isinstance(value, int | float) and abs(value) < _MAX_EXACT:
+            if isinstance(value, bool):  # exclusiveMinimum in draft 4
+                raise _Unknown
             return {"type": "number", _BOUNDS[keyword]: value}
         if keyword == "pattern" and isinstance(value, str):
             pattern = negate_pattern(value)

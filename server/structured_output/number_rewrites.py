@@ -15,7 +15,7 @@ from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.float_texts import find_divisor, is_read_exactly, to_decimal
+from serve_llm.server.structured_output.float_texts import count_places, find_divisor, is_read_exactly, to_decimal
 from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema, Subschema, add_part
 
 MAX_DECIMAL_PLACES = 60  # llguidance's expression has a group for each of a bound's
@@ -107,7 +107,7 @@ def _check_merged_divisors(children: list[Subschema]) -> None:
         for coarser in _list_divisors(divisor) if divisor else ():
             places.setdefault(coarser, child.pointer)
     for one, other in combinations_with_replacement(places, 2):
-        scale = 10 ** max(_count_places(one), _count_places(other))
+        scale = 10 ** max(count_places(one), count_places(other))
         if one * scale * other * scale > _MAX_PRODUCT:
             message = f"multiples of both {_to_number(one)} and {_to_number(other)} cannot be enforced"
             raise GrammarError(message, places[other], "multipleOf")
@@ -151,7 +151,7 @@ def _read_divisor(schema: Schema) -> Fraction | None:
 
 def _list_divisors(divisor: Fraction) -> list[Fraction]:
     """The divisor, and the multiples of it that have fewer decimal places."""
-    places = range(1, _count_places(divisor))
+    places = range(1, count_places(divisor))
     return list(dict.fromkeys([divisor, *(_find_common_multiple(divisor, Fraction(1, 10**count)) for count in places)]))
 
 
@@ -178,7 +178,7 @@ def _list_points(lower: Bound | None, upper: Bound | None, divisor: Fraction | N
     They begin as a bound does and have fewer decimal places. With a divisor, floats may cost it the bounds themselves.
     """
     bounds = [bound.value for bound in (lower, upper) if bound]
-    places = [_count_places(Fraction(value)) for value in bounds]
+    places = [count_places(Fraction(value)) for value in bounds]
     if max(places, default=0) < (1 if divisor and divisor.denominator > 1 else 2):
         return []
     points = set()
@@ -193,15 +193,6 @@ def _list_points(lower: Bound | None, upper: Bound | None, divisor: Fraction | N
         and is_read_exactly(float(point))
         and (Fraction(point) % divisor == 0 if divisor else point % 1)
     ]
-
-
-def _count_places(value: Fraction) -> int:
-    """The decimal places of a number."""
-    count = 0
-    while value.denominator > 1:
-        value *= 10
-        count += 1
-    return count
 
 
 def _to_number(value: Fraction) -> float:
