@@ -220,8 +220,8 @@ def test_int32_is_a_range_and_the_old_names_of_formats_are_known() -> None:
      {"required": True}, {"anyOf": [{"type": "null"}, {"format": "date"}]}, {"pattern": "a+b"}, {"multipleOf": 2},
      {"items": {}}, {"$ref": "#/nowhere"}, {"$ref": "#", "type": "null"}, {"additionalProperties": False}, 5,
      {"properties": {"a": {"uniqueItems": True}}}, {"minLength": -1}, {"contains": {}, "minContains": 2},
-     {"if": {}, "then": False}, {"const": "x" * 200}, {"not": 5}, {"type": "strin"}, {"minimum": 1, "exclusiveMinimum": True},
-     {"maximum": 2**53}, {"maxProperties": 1}],
+     {"if": {}, "then": False}, {"const": "x" * 200}, {"not": 5}, {"type": "strin"},
+     {"minimum": 1, "exclusiveMinimum": True}, {"maximum": 2**53}, {"maxProperties": 1}],
 )  # fmt: skip
 def test_what_cannot_be_negated_is_left(schema: object) -> None:
     assert negate(schema, DisjointSchemas({})) is None
