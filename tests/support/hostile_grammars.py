@@ -116,6 +116,17 @@ def schema_bombs() -> Iterator[Case]:
     yield constrained("properties that need others", json={"type": "object", "dependentRequired": names})
     ways = [{"required": [f"p{i}"]} for i in range(2000)]
     yield constrained("one of 2,000 properties", json={"type": "object", "oneOf": ways})
+    condition: Schema = {"type": "string"}
+    either: Schema = {"type": "string"}
+    for _ in range(6):
+        condition = {
+            "if": {"properties": {"a": condition}},
+            "then": {"properties": {"b": condition}},
+            "else": {"not": condition},
+        }
+        either = {"oneOf": [{"not": either}, {"properties": {"a": either}, "required": ["a"]}, {"required": ["b"]}]}
+    yield constrained("conditions in conditions", json=condition)
+    yield constrained("opposites of opposites", json=either)
     items = {"type": "array", "minItems": 10**9, "items": {"type": "null"}}
     yield constrained("items", json=items)._replace(statuses=MAYBE)
 

@@ -108,7 +108,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(dialect: str, parameters: Sc
 
 @pytest.mark.parametrize("dialect", ["qwen3_coder", "olmo3", "gemma4"])
 def test_a_refusal_has_a_pointer(dialect: str) -> None:
-    inner = {"type": "object", "properties": {"b": {"type": "array", "items": {"not": {}}}}}
+    inner = {"type": "object", "properties": {"b": {"type": "array", "items": {"not": {"format": "date"}}}}}
     with pytest.raises(GrammarError) as caught:
         write(dialect, {"properties": {"a": inner}})
     assert (caught.value.pointer, caught.value.keyword) == ("/properties/a/properties/b/items", "not")

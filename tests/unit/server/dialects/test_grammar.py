@@ -268,7 +268,11 @@ def test_nothing_is_enforced_without_tools_and_form() -> None:
 
 
 def test_a_schema_that_binds_and_cannot_be_enforced_is_refused() -> None:
-    parameters: dict[str, object] = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
+    parameters: dict[str, object] = {
+        "type": "object",
+        "properties": {"a": {"not": {"format": "date"}}},
+        "required": ["a"],
+    }
     for name in ("hermes", "qwen3_coder", "gemma4"):
         dialect = BUILT_IN[name]
         tokenizer = get_tokenizer(dialect, True)
