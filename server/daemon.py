@@ -113,6 +113,7 @@ async def serve(options: Options) -> int:
 @contextlib.asynccontextmanager
 async def _serve_front_ends(front_ends: FrontEndGroup, assembly: Assembly, options: Options) -> AsyncIterator[None]:
     """Let front ends that are loaded answer clients, and answer what they forward."""
+    from serve_llm.server.front_ends.background import keep_running
     from serve_llm.server.http.connection import HttpServer
 
     internal = socket.socket(socket.AF_UNIX)
@@ -120,7 +121,7 @@ async def _serve_front_ends(front_ends: FrontEndGroup, assembly: Assembly, optio
     internal.listen(2048)
     server = HttpServer(assembly.app, options.limits, None, None)
     answering = asyncio.ensure_future(server.serve(sockets=[internal]))
-    keeping = asyncio.ensure_future(front_ends.serve())
+    keeping = asyncio.ensure_future(keep_running(front_ends.serve, "watches the front ends"))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, front_ends.upgrade)
     try:

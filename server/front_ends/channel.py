@@ -10,8 +10,8 @@ _LENGTH = struct.Struct(">I")  # precedes each message: its length in bytes
 
 
 class MessageChannel(asyncio.Protocol):
-    """Pass it to `loop.create_unix_connection(..., sock=...)`. Sends never block; their number is bounded by
-    admission."""
+    """Pass it to `loop.create_unix_connection(..., sock=...)`. Sends never block: who sends watches
+    `num_unread_bytes`."""
 
     def __init__(self, receive: Callable[[bytes], None]) -> None:
         """receive: called in the event loop with each message."""
@@ -45,6 +45,16 @@ class MessageChannel(asyncio.Protocol):
         """Does nothing once the peer is gone."""
         if self._transport is not None:
             self._transport.write(_LENGTH.pack(len(message)) + message)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of messages that the peer has not taken, without what the operating system holds."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close without sending what is left. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def close(self) -> None:
         """Send what is left, then close. Idempotent."""

@@ -21,6 +21,7 @@ from serve_llm.common.curve_zmq import Endpoint
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options import parsers
 from serve_llm.common.options.schema import Options
+from serve_llm.server.front_ends.background import keep_running
 from serve_llm.server.front_ends.group import FrontEndGroup
 from serve_llm.server.front_ends.host import FrontEndHost
 from serve_llm.server.front_ends.messages import FromFrontEnd, compute_protocol
@@ -35,15 +36,18 @@ from serve_llm.server.front_ends.tunnel import (
     Kill,
     Leave,
     LocalStream,
+    ReadReport,
     Ready,
     Refused,
     Serving,
     StartFrontEnd,
     StreamData,
     StreamEnd,
+    StreamRead,
     StreamTransport,
     ToHost,
     Welcome,
+    compute_join_protocol,
     decode_from_host,
     encode,
 )
@@ -60,22 +64,41 @@ class RemoteFrontEnd(FrontEndProcess):
         super().__init__(number, revision)
         self.pid = 0
         self._send_to_host = send
+        self._transport: StreamTransport | None = None  # None until `connect`
+        self._report = ReadReport(number, send)
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         send(StartFrontEnd(number, compute_protocol()))
 
     async def connect(self, receive: Callable[[FromFrontEnd], None]) -> None:
         self.channel = create_channel(receive)
-        self.channel.connection_made(StreamTransport(self.number, self._send_to_host))
+        self._transport = StreamTransport(self.number, self.channel, self._send_to_host)
+        self.channel.connection_made(self._transport)
 
     async def wait(self) -> str:
-        return await self._end
+        assert self.channel is not None, "connect() comes first"
+        abandoned: asyncio.Future[Any] = asyncio.ensure_future(self.channel.closed.wait())
+        await asyncio.wait([self._end, abandoned], return_when=asyncio.FIRST_COMPLETED)
+        abandoned.cancel()
+        return self._end.result() if self._end.done() else "a kill"
 
     def kill(self) -> None:
         self._send_to_host(Kill(self.number))
 
     def receive(self, data: bytes) -> None:
         assert self.channel is not None, "a front end sends nothing before Setup"
-        self.channel.data_received(data)
+        if self._is_abandoned:
+            return
+        try:
+            self.channel.data_received(data)
+        except Exception:
+            logger.exception("A message of the front end process %d failed; the process is killed", self.pid)
+            self.abandon()
+        self._report.add(len(data))
+
+    def note_read(self, num_bytes: int) -> None:
+        """The process has taken so many bytes of what was sent."""
+        if self._transport is not None:
+            self._transport.note_read(num_bytes)
 
     def end(self, reason: str) -> None:
         """The process has ended, or its host is lost. Idempotent."""
@@ -134,6 +157,10 @@ class JoinedHost(FrontEndHost):
                 process.receive(message.content)
             elif request is not None:
                 request.write(message.content)
+        elif isinstance(message, StreamRead):
+            reader = self._front_ends.get(message.stream) or self._requests.get(message.stream)
+            if reader is not None:
+                reader.note_read(message.num_bytes)
         elif isinstance(message, StreamEnd):
             if message.stream in self._front_ends:
                 self._front_ends.pop(message.stream).end(message.reason)
@@ -189,7 +216,10 @@ class FrontEndGateway:
         listening, _ = self._endpoint.listen(port)
         self._socket = zmq.asyncio.Socket.from_socket(listening)
         self._hosts: dict[bytes, JoinedHost] = {}  # by the identity of their connection
-        self._tasks = [asyncio.ensure_future(self._run()), asyncio.ensure_future(self._watch())]
+        self._tasks = [
+            asyncio.ensure_future(keep_running(self._run, "receives from the hosts of front ends")),
+            asyncio.ensure_future(keep_running(self._watch, "watches the hosts of front ends")),
+        ]
         logger.info("Front ends on other hosts may join at %s", options.front_end_addr)
 
     async def stop(self) -> None:
@@ -209,7 +239,12 @@ class FrontEndGateway:
             except msgspec.MsgspecError:
                 self._send(peer, OTHER_VERSION)
                 continue
-            self._receive(peer, message)
+            try:
+                self._receive(peer, message)
+            except Exception:
+                logger.exception("A message of a host of front ends failed: %s", type(message).__name__)
+                if peer in self._hosts:
+                    self._end(peer, "an error in the server")
 
     def _receive(self, peer: bytes, message: FromHost) -> None:
         host = self._hosts.get(peer)
@@ -230,7 +265,7 @@ class FrontEndGateway:
             host.receive(message)
 
     def _answer(self, message: Join) -> Welcome | Refused:
-        if message.protocol != compute_protocol():
+        if message.protocol != compute_join_protocol():
             return OTHER_VERSION
         return Welcome(self._options.model, self._options.revision)
 
@@ -240,17 +275,21 @@ class FrontEndGateway:
             await asyncio.sleep(BEAT_SECONDS)
             for peer, host in list(self._hosts.items()):
                 self._send(peer, Beat())
-                is_lost = time.monotonic() - host.last_heard > LOST_SECONDS
-                if is_lost or (not host.num_wanted and not host.processes):
-                    self._remove(peer, host, is_lost)
+                if time.monotonic() - host.last_heard > LOST_SECONDS:
+                    self._end(peer, f"no message for {LOST_SECONDS:.0f} s")
+                elif not host.num_wanted and not host.processes:
+                    logger.info("%s has left", host.name)
+                    self._send(peer, Refused("it has left"))
+                    self._remove(peer)
 
-    def _remove(self, peer: bytes, host: JoinedHost, is_lost: bool) -> None:
-        if is_lost:
-            logger.error("%s is lost, with its front ends' requests: no message for %.0f s", host.name, LOST_SECONDS)
-        else:
-            logger.info("%s has left", host.name)
-            self._send(peer, Refused("it has left"))
-        del self._hosts[peer]
+    def _end(self, peer: bytes, cause: str) -> None:
+        """Give a host up. If it is still there, it joins again."""
+        logger.error("%s is lost, with its front ends' requests: %s", self._hosts[peer].name, cause)
+        self._send(peer, Refused(cause))
+        self._remove(peer)
+
+    def _remove(self, peer: bytes) -> None:
+        host = self._hosts.pop(peer)
         self._group.remove_host(host)
         host.close("the loss of its host")
 
@@ -263,4 +302,4 @@ def _ignore_lost_peer(sending: asyncio.Future[Any]) -> None:
     """A peer that is gone is noticed by its silence."""
     error = None if sending.cancelled() else sending.exception()
     if error is not None and not isinstance(error, zmq.ZMQError):
-        raise error
+        logger.error("A message to a host of front ends was not sent", exc_info=error)

@@ -192,10 +192,15 @@ class FrontEndGroup:
 
     async def _keep(self, host: FrontEndHost, process: FrontEndProcess) -> None:
         """Serve one process until it has ended."""
-        await process.connect(lambda message: self._receive(host, process, message))
-        if self._server is not None:
-            self._set_up(host, process)
-        how = await process.wait()
+        try:
+            await process.connect(lambda message: self._receive(host, process, message))
+            if self._server is not None:
+                self._set_up(host, process)
+            how = await process.wait()
+        except Exception:
+            logger.exception("An error in the server ends the front end process %d", process.pid)
+            process.abandon()
+            how = "a kill"
         process.has_ended = True
         host.processes.remove(process)
         if process.relay is not None:

@@ -27,7 +27,6 @@ from serve_llm.common.hub import resolve_model
 from serve_llm.common.options import parsers
 from serve_llm.common.options.schema import Options
 from serve_llm.server.daemon import StopSignals, format_listening_url, is_loopback, listen
-from serve_llm.server.front_ends.messages import compute_protocol
 from serve_llm.server.front_ends.process import end_process, kill_process, start_process
 from serve_llm.server.front_ends.tunnel import (
     BEAT_SECONDS,
@@ -45,8 +44,10 @@ from serve_llm.server.front_ends.tunnel import (
     StartFrontEnd,
     StreamData,
     StreamEnd,
+    StreamRead,
     ToHost,
     Welcome,
+    compute_join_protocol,
     decode_to_host,
     encode,
 )
@@ -125,7 +126,7 @@ class FrontEndHostProgram:
     def _ask(self) -> CurveClient:
         """A connection that gets the answer, as soon as there is a server."""
         client = CurveClient(self.server_url, self.secret)
-        client.send(encode(Join(compute_protocol())))
+        client.send(encode(Join(compute_join_protocol())))
         return client
 
     def _find_checkpoint(self, welcome: Welcome) -> Path:
@@ -153,9 +154,11 @@ class _Session:
         self._front_ends: dict[int, _HostedProcess] = {}  # by stream
         self._requests: dict[int, LocalStream] = {}  # by stream
         self._running: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, directory: Path) -> None:
-        """directory: the checkpoint. Returns when the server is lost, or has let this host leave."""
+        """directory: the checkpoint. Returns when the server is lost, or has let this host leave. Raises what work in
+        the background raised, which ends the program: it would serve on without the server's messages."""
         options = self._options
         loop = asyncio.get_running_loop()
         requests = await loop.create_unix_server(self._open_request, self._server_socket)
@@ -169,17 +172,16 @@ class _Session:
                 options.ssl_certfile and os.path.abspath(options.ssl_certfile),
             )
         )
-        beating = asyncio.ensure_future(self._beat())
-        leaving = asyncio.ensure_future(self._leave())
-        receiving = asyncio.ensure_future(self._receive_until_end())
+        loops = [self._start(self._beat()), self._start(self._leave())]
+        receiving = self._start(self._receive_until_end())
         try:
-            await asyncio.wait([receiving, self._signals.second], return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                receiving.result()
+            ends = [receiving, self._failure, self._signals.second]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
         finally:
-            receiving.cancel()
-            beating.cancel()
-            leaving.cancel()
+            for task in [receiving, *loops]:
+                task.cancel()
             requests.close()
             await self._end_all()
             self._socket.close(linger=0)
@@ -203,6 +205,10 @@ class _Session:
             stream = self._find_stream(message.stream)
             if stream is not None:
                 stream.write(message.content)
+        elif isinstance(message, StreamRead):
+            stream = self._find_stream(message.stream)
+            if stream is not None:
+                stream.note_read(message.num_bytes)
         elif isinstance(message, StreamEnd):
             stream = self._find_stream(message.stream)
             if stream is not None:
@@ -227,10 +233,17 @@ class _Session:
 
     # Streams
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
     def _launch(self, message: StartFrontEnd) -> None:
         process, channel_socket = start_process(self._listener, message.protocol)
@@ -262,9 +275,9 @@ class _Session:
 
     async def _end_all(self) -> None:
         for front_end in self._front_ends.values():
-            front_end.channel.close()
+            front_end.channel.abort()
         for request in self._requests.values():
-            request.close()
+            request.abort()
         while self._running:
             await asyncio.wait(self._running)
 

@@ -9,6 +9,7 @@ was not admitted or has to end.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import msgspec
 
@@ -149,7 +150,7 @@ decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd).decode
 decode_from_front_end = msgspec.msgpack.Decoder(FromFrontEnd).decode
 
 
-def compute_protocol() -> str:
+def compute_protocol(unions: tuple[Any, ...] = (ToFrontEnd, FromFrontEnd)) -> str:
     """A digest of all messages. After an upgrade, a front end of another version may not understand the server."""
-    schemas, components = msgspec.json.schema_components([ToFrontEnd, FromFrontEnd])
+    schemas, components = msgspec.json.schema_components(unions)
     return hashlib.sha256(msgspec.json.encode((schemas, components), order="sorted")).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ from serve_llm.server.front_ends.messages import (
 )
 from serve_llm.server.front_ends.relay import Relay
 
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD_BYTES = 2**28  # the largest messages are log-probabilities of long prompts, some 50 MiB
 EXIT_SECONDS = 1.0  # for a process to exit after it has closed its channel
 
 Phase = Literal["loading", "spare", "serving", "draining"]
@@ -44,6 +48,7 @@ class FrontEndProcess(ABC):
         self.relay: Relay | None = None  # None until Setup is sent
         self.channel: MessageChannel | None = None  # None until `connect`
         self.has_ended = False
+        self._is_abandoned = False
 
     @property
     def num_open(self) -> int:
@@ -63,9 +68,23 @@ class FrontEndProcess(ABC):
         """Idempotent."""
 
     def send(self, message: ToFrontEnd) -> None:
-        """Does nothing before `connect`, and after the process has ended."""
-        if self.channel is not None:
+        """Does nothing before `connect`, and after the process has ended. A process is killed if it leaves more than
+        MAX_UNREAD_BYTES unread: the engines do not wait for it, so that memory would run out."""
+        if self.channel is None or self._is_abandoned:
+            return
+        num_bytes = self.channel.num_unread_bytes
+        if num_bytes > MAX_UNREAD_BYTES:
+            logger.error("The front end process %d has left %d MiB unread and is killed", self.pid, num_bytes >> 20)
+            self.abandon()
+        else:
             self.channel.send(encode(message))
+
+    def abandon(self) -> None:
+        """Kill it, and drop what was sent to it. Idempotent."""
+        self._is_abandoned = True
+        self.kill()
+        if self.channel is not None:
+            self.channel.abort()
 
 
 class LocalFrontEnd(FrontEndProcess):

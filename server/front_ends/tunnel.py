@@ -3,6 +3,11 @@
 The host sends Join, the server process Welcome or Refused. The host sends Ready once it has found the checkpoint; from
 then on the server process starts and ends front ends there. Each has a stream for its channel; each request that a
 front end forwards has one to the server process's Unix socket. Encryption and authentication: `common.curve_zmq`.
+
+The receiver of a stream says how much of it its local connection has taken (StreamRead). A `LocalStream` reads no
+more from its connection while WINDOW_BYTES are under way, so a slow reader on one host slows the writer on the other
+one, and neither host collects what the reader does not take. The server process cannot wait for the channel of a front
+end; see `FrontEndProcess.send`.
 """
 
 from __future__ import annotations
@@ -12,12 +17,16 @@ from collections.abc import Callable
 
 import msgspec
 
+from serve_llm.server.front_ends.messages import FromFrontEnd, ToFrontEnd, compute_protocol
+
 BEAT_SECONDS = 1.0  # between two Beat messages, in both directions
 LOST_SECONDS = 8.0  # without a message, after which the other side counts as lost
+WINDOW_BYTES = 2**20  # bytes of one stream that may be under way
+REPORT_BYTES = WINDOW_BYTES // 4  # bytes that were taken, after which the receiver says so
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    protocol: str  # see `compute_protocol`
+    protocol: str  # see `compute_join_protocol`
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
@@ -68,6 +77,13 @@ class StreamData(msgspec.Struct, tag=True, frozen=True):
     content: bytes
 
 
+class StreamRead(msgspec.Struct, tag=True, frozen=True):
+    """The receiver of a stream has taken so many more bytes of it."""
+
+    stream: int
+    num_bytes: int
+
+
 class StreamEnd(msgspec.Struct, tag=True, frozen=True):
     """reason: how the process ended whose channel it was."""
 
@@ -83,46 +99,98 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     """A sign of life."""
 
 
-FromHost = Join | Ready | FrontEndStarted | StreamData | StreamEnd | Leave | Beat
-ToHost = Welcome | Refused | StartFrontEnd | Kill | Serving | StreamData | StreamEnd | Beat
+FromHost = Join | Ready | FrontEndStarted | StreamData | StreamRead | StreamEnd | Leave | Beat
+ToHost = Welcome | Refused | StartFrontEnd | Kill | Serving | StreamData | StreamRead | StreamEnd | Beat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 
 
+def compute_join_protocol() -> str:
+    """A digest of all messages between a host and the server process, those of the front ends included."""
+    return compute_protocol((ToFrontEnd, FromFrontEnd, FromHost, ToHost))
+
+
+class ReadReport:
+    """Tells the sender of a stream how much of it was taken."""
+
+    def __init__(self, number: int, send: Callable[[StreamRead], None]) -> None:
+        self._number = number
+        self._send = send
+        self._num_taken = 0  # bytes of which the sender does not know
+
+    def add(self, num_bytes: int) -> None:
+        self._num_taken += num_bytes
+        if self._num_taken >= REPORT_BYTES:
+            self._send(StreamRead(self._number, self._num_taken))
+            self._num_taken = 0
+
+
 class LocalStream(asyncio.Protocol):
     """The local end of a stream: a connection whose bytes travel through the tunnel. It may be written to and closed
     before it is connected."""
 
-    def __init__(self, number: int, send: Callable[[StreamData], None]) -> None:
+    def __init__(self, number: int, send: Callable[[StreamData | StreamRead], None]) -> None:
         self.number = number
         self.closed = asyncio.Event()  # the connection has ended, on either side
         self._send = send
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []  # before it is connected
         self._is_closing = False
+        self._num_under_way = 0  # bytes that were sent to the other host and not taken there
+        self._is_reading = True
+        self._report = ReadReport(number, send)
+        self._num_waiting = 0  # bytes that were written while the connection took nothing
+        self._takes_more = True  # the connection takes what is written
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        transport.writelines(self._unsent)
+        for data in self._unsent:
+            self.write(data)
         self._unsent = []
         if self._is_closing:
             transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._send(StreamData(self.number, data))
+        self._num_under_way += len(data)
+        transport = self._transport
+        if self._num_under_way >= WINDOW_BYTES and self._is_reading and transport and not transport.is_closing():
+            self._is_reading = False
+            transport.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self.closed.set()
 
+    def pause_writing(self) -> None:
+        self._takes_more = False
+
+    def resume_writing(self) -> None:
+        self._takes_more = True
+        self._report.add(self._num_waiting)
+        self._num_waiting = 0
+
+    def note_read(self, num_bytes: int) -> None:
+        """The other host has taken so many bytes."""
+        self._num_under_way -= num_bytes
+        transport = self._transport
+        if self._num_under_way < WINDOW_BYTES and not self._is_reading and transport and not transport.is_closing():
+            self._is_reading = True
+            transport.resume_reading()
+
     def write(self, data: bytes) -> None:
         """Does nothing once the connection has ended."""
-        if self._transport is not None:
-            self._transport.write(data)
-        elif not self.closed.is_set():
-            self._unsent.append(data)
+        if self._transport is None:
+            if not self.closed.is_set():
+                self._unsent.append(data)
+            return
+        self._transport.write(data)
+        if self._takes_more:
+            self._report.add(len(data))
+        else:
+            self._num_waiting += len(data)
 
     def close(self) -> None:
         """Send what is left, then close. Idempotent."""
@@ -130,14 +198,32 @@ class LocalStream(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Close without sending what is left. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+
 
 class StreamTransport(asyncio.Transport):
     """What a protocol writes to a stream whose other end is on another host."""
 
-    def __init__(self, number: int, send: Callable[[StreamData], None]) -> None:
+    def __init__(self, number: int, protocol: asyncio.Protocol, send: Callable[[StreamData], None]) -> None:
         super().__init__()
         self._number = number
+        self._protocol = protocol
         self._send = send
+        self._num_under_way = 0  # bytes that were sent to the other host and not taken there
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._num_under_way += len(data)
         self._send(StreamData(self._number, bytes(data)))
+
+    def note_read(self, num_bytes: int) -> None:
+        """The other host has taken so many bytes."""
+        self._num_under_way -= num_bytes
+
+    def get_write_buffer_size(self) -> int:
+        return self._num_under_way
+
+    def abort(self) -> None:
+        asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
