@@ -19,6 +19,7 @@ import jsonschema
 import pytest
 import yaml
 
+from serve_llm.cli.front_end import read_options as read_front_end_options
 from serve_llm.common.options.sources import parse_args
 from support.manifests import CRDS, ROOT, crd_schema, documents
 
@@ -40,9 +41,15 @@ def find(name: str, *kinds: str) -> list[Json]:
     return [resource for resource in RENDERED[name] if resource["kind"] in kinds]
 
 
+def find_server(name: str) -> Json:
+    """The workload that has the engines."""
+    (found,) = [one for one in find(name, *WORKLOADS) if one["metadata"]["labels"]["app"] == "serve-llm"]
+    return found
+
+
 def pod_templates(name: str) -> list[Json]:
-    """Those of the pod that serves HTTP first."""
-    (workload,) = find(name, *WORKLOADS)
+    """Those of the server: of the pod that serves HTTP first."""
+    workload = find_server(name)
     group = workload["spec"].get("leaderWorkerTemplate")
     return [group["leaderTemplate"], group["workerTemplate"]] if group else [workload["spec"]["template"]]
 
@@ -88,7 +95,7 @@ def test_the_schema_names_every_value_and_no_other() -> None:
 def test_the_options_are_those_of_the_daemon(name: str) -> None:
     values = yaml.safe_load((HELM / "examples" / f"{name}.yaml").read_text())
     jsonschema.validate(VALUES | values, SCHEMA)
-    options = parse_args(read_options(name), {})
+    options = parse_args(read_options(name), {"SERVE_LLM_CLUSTER_SECRET": "s"})
     parallel = VALUES["parallel"] | values.get("parallel", {})
     assert options.model == values.get("model", VALUES["model"])
     assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (parallel["tensor"], parallel["pipeline"])
@@ -104,11 +111,70 @@ def test_its_version_is_the_programs() -> None:
     assert (chart["version"], chart["appVersion"]) == (version, version)
 
 
+def labels_of(template: Json) -> Json:
+    """Of a pod, with those that Kubernetes adds to the first one."""
+    added = {"apps.kubernetes.io/pod-index": "0", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    return dict(template["metadata"]["labels"]) | added
+
+
+def test_pods_of_front_ends_join_the_server() -> None:
+    """By the name, the port and the secret of the server, through a policy that admits them alone."""
+    server, front_ends = find("front-ends", "Deployment")
+    template = front_ends["spec"]["template"]
+    program = container(template)
+    command, *arguments = map(str, program["args"])
+    assert command == "front-end"
+    secret = {"SERVE_LLM_CLUSTER_SECRET": "s"}
+    options = read_front_end_options(arguments, secret)
+    assert options.front_ends == VALUES["frontEndPods"]["frontEnds"] and options.front_end_addr is not None
+    host, port = options.front_end_addr.split(":")
+    served = parse_args(read_options("front-ends"), secret)
+    assert served.front_end_addr == f"0.0.0.0:{port}"
+    services = {service["metadata"]["name"]: service["spec"] for service in find("front-ends", "Service")}
+    joining = services[host]
+    assert joining["publishNotReadyAddresses"], "front ends load while the server loads"
+    assert joining["selector"].items() <= labels_of(server["spec"]["template"]).items()
+    assert int(port) in {one["port"] for one in joining["ports"]}
+    assert services["llm"]["selector"].items() <= labels_of(template).items(), "clients reach the front ends"
+    environ = [{one["name"]: one["valueFrom"] for one in found["env"]} for found in (program, container(pod("server")))]
+    assert environ[0]["SERVE_LLM_CLUSTER_SECRET"] == environ[1]["SERVE_LLM_CLUSTER_SECRET"]
+    assert "nvidia.com/gpu" not in program["resources"]["limits"]
+    (policy,) = [one for one in find("front-ends", "NetworkPolicy") if one["metadata"]["name"] == "llm"]
+    (rule,) = policy["spec"]["ingress"][1:]
+    assert rule["ports"] == [{"port": "front-ends", "protocol": "TCP"}]
+    assert rule["from"][0]["podSelector"]["matchLabels"].items() <= labels_of(template).items()
+
+
+def pod(kind: str) -> Json:
+    """The template of a pod of the example with front ends: "server" or "front-end"."""
+    found: Json = find("front-ends", "Deployment")[kind == "front-end"]["spec"]["template"]
+    return found
+
+
+def test_what_selects_pods_selects_one_kind_only() -> None:
+    kinds = [labels_of(pod("server")), labels_of(pod("front-end"))]
+    counts: dict[str, list[int]] = {}
+    for resource in RENDERED["front-ends"]:
+        spec = resource["spec"]
+        selector = spec.get("podSelector", spec.get("selector", {}))
+        selector = selector.get("matchLabels", selector)
+        if selector and resource["kind"] != "ServiceMonitor":
+            selected = [selector.items() <= labels.items() for labels in kinds]
+            assert sum(selected) == 1, resource["metadata"]["name"]
+            counts.setdefault(resource["kind"], [0, 0])[selected.index(True)] += 1
+    both = {"Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"}
+    assert counts == {kind: [1, 1] for kind in both}
+    (scaler,) = find("front-ends", "HorizontalPodAutoscaler")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == find("front-ends", "Deployment")[1]["metadata"]["name"]
+    assert "replicas" not in find("front-ends", "Deployment")[1]["spec"]
+
+
 @needs_crds
 @every_example
 def test_the_schema_of_a_pod_accepts_it(name: str) -> None:
     head = crd_schema("rayclusters")["properties"]["spec"]["properties"]["headGroupSpec"]["properties"]
-    for template in pod_templates(name):
+    front_ends = [pod("front-end")] if name == "front-ends" else []
+    for template in pod_templates(name) + front_ends:
         jsonschema.validate(template, head["template"])
     for service in find(name, "Service"):
         jsonschema.validate(service, head["headService"])
@@ -126,12 +192,13 @@ def test_kubernetes_schemas_accept_it(name: str) -> None:
 
 @every_example
 def test_who_selects_finds(name: str) -> None:
+    if name == "front-ends":  # see `test_what_selects_pods_selects_one_kind_only`
+        return
     templates = pod_templates(name)
-    labels = templates[0]["metadata"]["labels"]
+    labels = labels_of(templates[0])
     ports = {port["name"] for port in container(templates[0])["ports"]}
-    added = {"apps.kubernetes.io/pod-index": "0", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
     for service in find(name, "Service"):
-        assert service["spec"]["selector"].items() <= (labels | added).items()
+        assert service["spec"]["selector"].items() <= labels.items()
         assert {port.get("targetPort", port["name"]) for port in service["spec"]["ports"]} <= ports
     for policy in find(name, "NetworkPolicy"):
         assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
@@ -139,16 +206,23 @@ def test_who_selects_finds(name: str) -> None:
         assert (len(policy["spec"]["ingress"]) == 2) == ("nodes" in ports)
     (budget,) = find(name, "PodDisruptionBudget")
     assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    (workload,) = find(name, *WORKLOADS)
+    workload = find_server(name)
     for scaler in find(name, "HorizontalPodAutoscaler", "ScaledObject"):
         target = scaler["spec"]["scaleTargetRef"]
         assert (target["apiVersion"], target["kind"]) == (workload["apiVersion"], workload["kind"])
         assert target["name"] == workload["metadata"]["name"] and "replicas" not in workload["spec"]
         assert "serve_llm_num_requests_waiting" in yaml.safe_dump(scaler)
+
+
+@every_example
+def test_prometheus_finds_the_server_once(name: str) -> None:
+    """Front ends would answer with the figures of the server too."""
     for monitor in find(name, "ServiceMonitor"):
-        service = find(name, "Service")[-1]
-        assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (service,) = [one for one in find(name, "Service") if wanted <= one["metadata"]["labels"].items()]
         assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "serve-llm"
+        assert service["spec"]["selector"].items() <= labels_of(pod_templates(name)[0]).items()
+        assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
 @pytest.mark.parametrize("name", ["statefulset", "leaderworkerset"])
@@ -197,6 +271,8 @@ def test_the_renderings_are_fresh() -> None:
         ({"parallel": {"tensor": 0}}, "tensor"),
         ({"parallel": {"tensor": 3, "nodes": 2}}, "3 ranks cannot be spread evenly over 2 nodes"),
         ({"parallel": {"tensor": 2, "nodes": 2}, "replicas": 2}, "a StatefulSet is one copy"),
+        ({"frontEndPods": {"replicas": 2}, "replicas": 2}, "they join one server"),
+        ({"frontEndPods": {"replicas": 2}, "autoscaling": {"kind": "hpa"}}, "they join one server"),
     ],
 )
 def test_values_that_cannot_work_are_refused(values: Json, message: str) -> None:

@@ -9,8 +9,23 @@ app: serve-llm
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{/* The same of pods that only answer clients. */}}
+{{- define "serve-llm.front-end-selector" -}}
+app: serve-llm-front-end
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
 {{- define "serve-llm.labels" -}}
 {{ include "serve-llm.selector" . }}
+{{ include "serve-llm.common-labels" . }}
+{{- end -}}
+
+{{- define "serve-llm.front-end-labels" -}}
+{{ include "serve-llm.front-end-selector" . }}
+{{ include "serve-llm.common-labels" . }}
+{{- end -}}
+
+{{- define "serve-llm.common-labels" -}}
 app.kubernetes.io/name: serve-llm
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -37,6 +52,9 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 - --drain-timeout={{ .Values.drainSeconds }}
 {{- if gt (int .Values.frontEnds) 1 }}
 - --front-ends={{ .Values.frontEnds }}
+{{- end }}
+{{- if .Values.frontEndPods.replicas }}
+- --front-end-addr=0.0.0.0:29700
 {{- end }}
 {{- with .Values.quantization }}
 - --quantization={{ . }}
@@ -82,20 +100,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  # 5 s for the sleep below, drainSeconds for open requests after SIGTERM, the rest to exit.
-  terminationGracePeriodSeconds: {{ add $values.drainSeconds 30 }}
-  automountServiceAccountToken: false
-  enableServiceLinks: false
-  {{- with $values.imagePullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  securityContext:
-    runAsNonRoot: true
-    runAsUser: 1000
-    runAsGroup: 1000
-    fsGroup: 1000
-    seccompProfile: {type: RuntimeDefault}
+  {{- include "serve-llm.pod-security" $root | nindent 2 }}
   containers:
     - name: serve-llm
       image: "{{ $values.image.repository }}:{{ $values.image.tag }}"
@@ -116,14 +121,19 @@ spec:
         {{- if ne .role "single" }}
         - {name: nodes, containerPort: 29500}
         {{- end }}
+        {{- if $values.frontEndPods.replicas }}
+        - {name: front-ends, containerPort: 29700}
+        {{- end }}
       env:
         - name: SERVE_LLM_API_KEY
           valueFrom: {secretKeyRef: {name: {{ $values.secret }}, key: api-key}}
         - name: HF_TOKEN
           valueFrom: {secretKeyRef: {name: {{ $values.secret }}, key: hf-token, optional: true}}
-        {{- if ne .role "single" }}
+        {{- if or $values.frontEndPods.replicas (ne .role "single") }}
         - name: SERVE_LLM_CLUSTER_SECRET
           valueFrom: {secretKeyRef: {name: {{ $values.secret }}, key: cluster-secret}}
+        {{- end }}
+        {{- if ne .role "single" }}
         - name: SERVE_LLM_HOST_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         {{- end }}
@@ -159,7 +169,7 @@ spec:
         - {name: shm, mountPath: /dev/shm}
   volumes:
     - name: models
-      persistentVolumeClaim: {claimName: {{ $values.models.claim | default (printf "%s-models" $root.Release.Name) }}}
+      persistentVolumeClaim: {claimName: {{ include "serve-llm.claim" $root }}}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
   {{- with $values.nodeSelector }}
@@ -174,6 +184,28 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+{{- end -}}
+
+{{/* What all pods have: rights, time to end, and secrets of the image. */}}
+{{- define "serve-llm.pod-security" -}}
+# 5 s for the sleep below, drainSeconds for open requests after SIGTERM, the rest to exit.
+terminationGracePeriodSeconds: {{ add .Values.drainSeconds 30 }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 1000
+  runAsGroup: 1000
+  fsGroup: 1000
+  seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "serve-llm.claim" -}}
+{{ .Values.models.claim | default (printf "%s-models" .Release.Name) }}
 {{- end -}}
 
 {{/* A probe. Of a StatefulSet's pods only the first serves HTTP; the others are well while they run. */}}
