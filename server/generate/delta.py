@@ -26,7 +26,9 @@ class ToolCall(msgspec.Struct):
     arguments: str
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
+    """Part of no reference cycle, so that the garbage collector need not follow one per token."""
+
     index: int  # the choice's index: prompt * n + k
     text: str  # content: what is neither reasoning nor a tool call
     token_ids: list[int]  # generated ids, including the one that ended the text

@@ -26,6 +26,7 @@ from serve_llm.server.generate.choice import Choice
 from serve_llm.server.generate.delta import Delta, RequestTimes, TokenCounts
 from serve_llm.server.generate.detokenize import DetokenizerFactory
 from serve_llm.server.generate.dispatcher import Dispatcher
+from serve_llm.server.generate.push_queue import PushQueue
 from serve_llm.server.http.errors import DeadlineExceeded, GenerationFailed, RequestError
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.validate import TextRequest
@@ -41,6 +42,7 @@ class Generator:
         self.dispatcher = dispatcher
         self.model = model
         self.detokenizers = DetokenizerFactory(model.tokenizer, model.dialect)
+        self.push_queue = PushQueue()
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
 
     def open(
@@ -109,7 +111,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
         self._push: Callable[[], bool] | None = None  # see `push_to`
-        self._loop: asyncio.AbstractEventLoop | None = None  # set with `_push`: looking it up is a system call
+        self._push_queue = generator.push_queue
         self._is_pushing = False  # a call of `_push` is scheduled
         self._has_pushed = False  # `_push` has been called
         self._changed: list[Choice] = []  # choices with new output
@@ -166,7 +168,6 @@ class Generation:
 
         seconds: return True after this time without new output, or up to twice as long; None: no limit."""
         loop = asyncio.get_running_loop()
-        self._loop = loop
         self._push = push
         try:
             while self._push is not None and self._open and not self.closed:
@@ -182,7 +183,8 @@ class Generation:
         finally:
             self._push = None
 
-    def _push_changes(self) -> None:
+    def push_changes(self) -> None:
+        """See `PushQueue`."""
         self._is_pushing = False
         if self._push is None or not self._changed or self.closed:
             return
@@ -314,9 +316,8 @@ class Generation:
         self._changed.append(choice)
         if self._push is not None:
             if not self._is_pushing:
-                assert self._loop is not None
                 self._is_pushing = True
-                self._loop.call_soon(self._push_changes)
+                self._push_queue.add(self)
         elif not self._waits_for_end:
             self._wake()
 

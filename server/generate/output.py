@@ -107,6 +107,14 @@ class OutputProcessor:
 
     def take(self) -> Delta:
         """Return the output since the last call."""
+        has_more = self._entries or self._has_other_pieces or self._num_calls or self.finish_reason is not None
+        if self._has_been_taken and not has_more:  # usually
+            delta = Delta(self.index, "".join(self._text), self._token_ids, [], False)
+            self._text = []
+            self._token_ids = []
+            if self._pieces:
+                self._pieces = []
+            return delta
         delta = Delta(
             index=self.index,
             text="".join(self._text),

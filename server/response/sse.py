@@ -37,13 +37,19 @@ class SSEEncoder:
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
         """Events for new deltas; empty if they hold no text yet. counts: needed for continuous usage only."""
-        events = []
-        for delta in deltas:
-            if self.continuous_usage or not self._builder.is_plain(delta):
-                events.append(self._encode_event(delta, counts))
-            elif delta.text:
-                events.append(self._plain_start(delta.index) + encode_json(delta.text) + self._after_text)
-        return b"".join(events)
+        if len(deltas) == 1:  # usually
+            return self._encode_delta(deltas[0], counts)
+        return b"".join([self._encode_delta(delta, counts) for delta in deltas])
+
+    def _encode_delta(self, delta: Delta, counts: TokenCounts | None) -> bytes:
+        if self.continuous_usage or not self._builder.is_plain(delta):
+            return self._encode_event(delta, counts)
+        if not delta.text:
+            return b""
+        start = self._before_text.get(delta.index)
+        if start is None:
+            start = self._before_text[delta.index] = self._before_index % delta.index
+        return start + encode_json(delta.text) + self._after_text
 
     def encode_ping(self, counts: TokenCounts) -> bytes:
         return PING
@@ -63,13 +69,6 @@ class SSEEncoder:
     def encode_error(error: RequestError) -> bytes:
         """The events that end a failed stream."""
         return b"data: " + error_body(error) + b"\n\n" + DONE
-
-    def _plain_start(self, index: int) -> bytes:
-        start = self._before_text.get(index)
-        if start is None:
-            start = self._before_index % index
-            self._before_text[index] = start
-        return start
 
     def _encode_event(self, delta: Delta, counts: TokenCounts | None) -> bytes:
         events = self._builder.build_events(delta)

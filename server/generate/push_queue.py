@@ -1,0 +1,32 @@
+"""Tells the streams that have something new, after the step that brought it, in one callback of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+
+class Pushed(Protocol):
+    """`server.generate.generation.Generation`."""
+
+    def push_changes(self) -> None:
+        """Raises nothing."""
+
+
+class PushQueue:
+    """One for all generations: a callback of the loop for each costs more than the rest of its call."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Pushed] = []
+
+    def add(self, generation: Pushed) -> None:
+        """Call its `push_changes` soon. Called in the event loop."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._waiting.append(generation)
+
+    def _run(self) -> None:
+        waiting = self._waiting
+        self._waiting = []
+        for generation in waiting:
+            generation.push_changes()
