@@ -29,7 +29,7 @@ from serve_llm.common.options.parsers import (
     parse_texts,
     parse_whole_numbers,
 )
-from serve_llm.common.options.speculative import SpeculativeConfig, parse_speculative_config
+from serve_llm.common.options.speculative import NO_DRAFTS, SpeculativeConfig, parse_speculative_config
 
 _positive_count = at_least_one(parse_count)
 _positive_bytes = at_least_one(parse_bytes)
@@ -201,8 +201,8 @@ class EngineOptions:
         'verify drafts, so that a step may yield several tokens; same output: {"method": "ngram"} takes drafts from '
         'earlier text of the request, {"method": "draft_model", "model": MODEL}, or MODEL alone, from a small model '
         'with the same tokenizer, {"method": "eagle3", "model": HEAD} from an EAGLE-3 head, {"method": "mtp"} '
-        "from the checkpoint's MTP layer; other keys: num_speculative_tokens, prompt_lookup_max, prompt_lookup_min "
-        "(default: none)",
+        "from the checkpoint's MTP layer, none verifies no drafts; other keys: num_speculative_tokens, "
+        "prompt_lookup_max, prompt_lookup_min (default: none)",
         metavar="JSON",
     )
     enable_lora: bool = option(False, parse_boolean, "serve LoRA adapters, which requests name as their model")
@@ -377,4 +377,6 @@ class EngineOptions:
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """How drafts are made; None: there are none."""
-        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+        if self.speculative_config in (None, NO_DRAFTS):
+            return None
+        return SpeculativeConfig.parse(self.speculative_config)

@@ -1,4 +1,4 @@
-"""The value of `--speculative-config`: a JSON object with vLLM's keys, or a model. Must stay quick to import."""
+"""The value of `--speculative-config`: a JSON object with vLLM's keys, a model or "none". Must stay quick to import."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MAX_MATCH = 64
 MTP_TOKENS = 1  # what an MTP layer is trained for
 
 
+NO_DRAFTS = "none"
 PROMPT_LOOKUP = "ngram"
 DRAFT_MODEL = "draft_model"
 EAGLE3 = "eagle3"
@@ -58,7 +59,7 @@ class SpeculativeConfig:
     # EAGLE-3 head, which reads hidden states of the served model; "mtp": the served checkpoint's MTP layer, likewise
     method: str
     num_speculative_tokens: int = 8  # maximum number of drafts per sequence in a step
-    prompt_lookup_max: int = 8  # maximum length of a match; longer ones are not preferred
+    prompt_lookup_max: int = 16  # maximum length of a match; longer ones are not preferred
     prompt_lookup_min: int = 3  # minimum length of a match
     model: str | None = None  # the draft model or head: a directory or a Hugging Face id
     revision: str | None = None  # branch, tag or commit of the Hugging Face id
@@ -93,7 +94,10 @@ class SpeculativeConfig:
 
 
 def parse_speculative_config(value: object) -> str:
-    """Return the value with its defaults as JSON. value: an object, its JSON text, a method or a draft model."""
+    """Return the value with its defaults as JSON, or NO_DRAFTS. value: an object, its JSON text, a method, a draft
+    model or NO_DRAFTS."""
+    if value == NO_DRAFTS:
+        return NO_DRAFTS
     given = parse_object(
         _read_text(value.strip()) if isinstance(value, str) else value,
         '{"method": "ngram", "num_speculative_tokens": 4}',
@@ -104,7 +108,7 @@ def parse_speculative_config(value: object) -> str:
     if method not in KEYS:
         raise ValueError(
             f"method {method!r} is not supported; use 'ngram' (prompt lookup), 'draft_model' (a small model), "
-            "'eagle3' (an EAGLE-3 head) or 'mtp' (the checkpoint's own MTP layer)"
+            "'eagle3' (an EAGLE-3 head), 'mtp' (the checkpoint's own MTP layer), or 'none' instead of an object"
         )
     unknown = [str(key) for key in given if key not in ("method", *KEYS[method])]
     if unknown and unknown[0] in OTHER_KEYS:
@@ -121,6 +125,8 @@ def parse_speculative_config(value: object) -> str:
 def find_mtp_model(text: str) -> str | None:
     """The model named in a configuration for an MTP layer, which must be the served model; None if there is none.
     text: the result of `parse_speculative_config`."""
+    if text == NO_DRAFTS:
+        return None
     given = json.loads(text)
     return given.get("model") if given["method"] == MTP else None
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from serve_llm.engine.scheduler.recent_texts import RecentTexts
-from serve_llm.engine.scheduler.run_index import RunIndex, count_equal
+from serve_llm.engine.scheduler.run_index import RunIndex, count_equal, hash_end
 from serve_llm.engine.scheduler.sequence import Sequence
 
 NONE = -1
 
 
+class TextGuess(NamedTuple):
+    """Ids that may come next, because they did where the text's end occurred before."""
+
+    token_ids: Items[int]
+    match_length: int  # ids of that occurrence
+
+
+NO_GUESS = TextGuess((), 0)
+
+
 class PromptLookup:
-    """Finds the longest earlier occurrence of a text's end, the latest among equally long ones, or a longer one in
-    recent texts."""
+    """Finds the longest earlier occurrence of a text's end, of several equally long ones the latest, and one in recent
+    texts if it is longer. While an occurrence in the text itself goes on as the text does, no other is looked for."""
 
     def __init__(self, min_match: int, max_match: int, recent: RecentTexts | None = None) -> None:
         """min_match: minimum length of a match. max_match: longer matches are not preferred. recent: other texts, to
@@ -22,20 +33,43 @@ class PromptLookup:
         self._max_match = max_match
         self._recent = recent
         self._index = RunIndex(min_match)
+        self._num_ids = 0  # of the text when it was last seen
+        self._end = NONE  # the position after the occurrence that was found then
+        self._length = 0
 
-    def propose(self, token_ids: Items[int], count: int) -> list[int]:
+    def propose(self, token_ids: Items[int], count: int) -> TextGuess:
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
-        self._index.extend(token_ids, len(token_ids) - 1)  # each run in it is followed by an id
-        end, length = self._find(token_ids)
-        if self._recent is not None and length < self._max_match:
-            found = self._recent.find(token_ids, count, length)
-            if found:
-                return found
-        if end == NONE:
-            return []
-        drafts = list(token_ids[end : end + count])
-        period = len(token_ids) - end
-        while len(drafts) < count:  # the match overlaps the end, so the text repeats itself
+        num_ids = len(token_ids)
+        self._index.extend(token_ids, num_ids - 1)  # each run in it is followed by an id
+        num_new = num_ids - self._num_ids
+        goes_on = self._end != NONE and all(
+            token_ids[self._end + place] == token_ids[self._num_ids + place] for place in range(num_new)
+        )
+        self._num_ids = num_ids
+        if goes_on:
+            self._end += num_new
+            self._length = min(self._max_match, self._length + num_new)
+        else:
+            self._end = NONE
+            if num_ids < self._min_match:
+                return NO_GUESS
+            run = hash_end(token_ids, self._min_match)
+            end, length = self._find(token_ids, run)
+            if self._recent is not None and length < self._max_match:
+                found, longer = self._recent.find(token_ids, run, count, length)
+                if found:
+                    return TextGuess(found, longer)
+            if end == NONE:
+                return NO_GUESS
+            self._end = end
+            self._length = length
+        return TextGuess(self._continue(token_ids, count), self._length)
+
+    def _continue(self, token_ids: Items[int], count: int) -> list[int]:
+        """The ids after the occurrence. It may reach into the text's end: then the text repeats itself."""
+        drafts = list(token_ids[self._end : self._end + count])
+        period = len(token_ids) - self._end
+        while len(drafts) < count:
             drafts.append(drafts[len(drafts) - period])
         return drafts
 
@@ -44,12 +78,12 @@ class PromptLookup:
         if self._recent is not None:
             self._recent.add(sequence.token_ids[sequence.num_prompt :])
 
-    def _find(self, token_ids: Items[int]) -> tuple[int, int]:
+    def _find(self, token_ids: Items[int], run: int) -> tuple[int, int]:
         """Return the position after the best earlier occurrence of the text's end, NONE without one, and its length."""
         last = len(token_ids) - 1
         best = NONE
         best_length = self._min_match - 1
-        for candidate in self._index.find(token_ids):
+        for candidate in self._index.find(run):
             length = count_equal(token_ids, candidate, token_ids, last, self._max_match)
             if length > best_length:
                 best = candidate + 1

@@ -37,12 +37,12 @@ class RecentTexts:
             self._index = RunIndex(self._min_match, MAX_IDS)
         self._index.extend(self._ids, len(self._ids))
 
-    def find(self, token_ids: Items[int], count: int, least: int) -> list[int]:
-        """Return up to `count` ids that followed the longest match of the end of `token_ids`, if it is longer than
-        `least`."""
+    def find(self, token_ids: Items[int], run: int, count: int, least: int) -> tuple[list[int], int]:
+        """Up to `count` ids that followed the end of `token_ids` in the text where most of its ids occurred, if these
+        are more than `least`; and how many they are. run: hash of the last ids; see `RunIndex.find`."""
         best: list[int] = []
         best_length = least
-        for candidate in self._index.find(token_ids):
+        for candidate in self._index.find(run):
             length = count_equal(self._ids, candidate, token_ids, len(token_ids) - 1, self._max_match)
             if length <= best_length or self._ids[candidate + 1] == END:
                 continue
@@ -51,7 +51,7 @@ class RecentTexts:
             best_length = length
             if length == self._max_match:
                 break
-        return best
+        return best, best_length
 
 
 class RecentTextGroups:

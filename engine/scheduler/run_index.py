@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 MAX_BUCKETS = 1 << 16
+SPARE_BITS = 2  # four buckets for each id or more, so that few runs share one
 MAX_CANDIDATES = 16  # earlier occurrences to examine
 NONE = -1
 
@@ -19,34 +19,45 @@ class RunIndex:
         self._run_length = run_length
         self._num_expected = num_expected
         self._num_indexed = 0  # runs that end before this position are indexed
+        self._mask = 0  # one less than the number of buckets
         self._latest: array[int] = array("i")  # by bucket: where the latest run ends
         self._previous: array[int] = array("i")  # by position: where the previous run in its chain ends
 
     def extend(self, token_ids: Items[int], end: int) -> None:
         """Index the runs that end before the position `end`. token_ids: as before, and more."""
         if not self._latest:
-            num_bits = max(8, max(end, self._num_expected).bit_length())
+            num_bits = SPARE_BITS + max(end, self._num_expected).bit_length()
             self._latest = array("i", [NONE]) * min(MAX_BUCKETS, 1 << num_bits)
-        start = max(self._num_indexed, self._run_length - 1)
-        self._previous.extend([NONE] * (end - len(self._previous)))
-        mask = len(self._latest) - 1
-        for position in range(start, end):
-            bucket = hash(tuple(token_ids[position - self._run_length + 1 : position + 1])) & mask
-            self._previous[position] = self._latest[bucket]
-            self._latest[bucket] = position
-        self._num_indexed = max(self._num_indexed, end)
-
-    def find(self, token_ids: Items[int]) -> Iterator[int]:
-        """Yield where runs end that probably equal the last run of `token_ids`, the latest first."""
-        if len(token_ids) < self._run_length or not self._latest:
+            self._mask = len(self._latest) - 1
+        if end <= self._num_indexed:
             return
-        mask = len(self._latest) - 1
-        candidate = self._latest[hash(tuple(token_ids[len(token_ids) - self._run_length :])) & mask]
-        for _ in range(MAX_CANDIDATES):
-            if candidate == NONE:
-                return
-            yield candidate
+        latest = self._latest
+        previous = self._previous
+        run_length = self._run_length
+        previous.extend([NONE] * (end - len(previous)))
+        for position in range(max(self._num_indexed, run_length - 1), end):
+            bucket = hash(tuple(token_ids[position - run_length + 1 : position + 1])) & self._mask
+            previous[position] = latest[bucket]
+            latest[bucket] = position
+        self._num_indexed = end
+
+    def find(self, run: int) -> Items[int]:
+        """Where runs end that are probably the one with this hash (`hash_end`), the latest first."""
+        if not self._latest:
+            return ()
+        candidate = self._latest[run & self._mask]
+        if candidate == NONE:
+            return ()
+        candidates: list[int] = []
+        while candidate != NONE and len(candidates) < MAX_CANDIDATES:
+            candidates.append(candidate)
             candidate = self._previous[candidate]
+        return candidates
+
+
+def hash_end(token_ids: Items[int], run_length: int) -> int:
+    """The hash of the last run of `token_ids`, which has at least so many."""
+    return hash(tuple(token_ids[len(token_ids) - run_length :]))
 
 
 def count_equal(first_ids: Items[int], first: int, second_ids: Items[int], second: int, most: int) -> int:

@@ -1,31 +1,34 @@
 """Speculative decoding: which drafts a step verifies for each sequence.
 
 A draft is a guess of the next output ids. The step computes it together with the newest id and samples after each of
-its tokens; it is accepted up to the first id that differs from the sampled one. So drafts only change how many steps a
-text takes. Each draft id costs a row of a step, so the number of drafts for a sequence depends on its acceptance rate
-and on the cost of a row, estimated from measured step times.
+its tokens; it is accepted up to the first id that differs from the sampled one. So drafts change how many steps a text
+takes, and nothing else. A draft costs a row of a step: the length of a sequence's drafts follows how often such guesses
+have come true, and what a row costs, from the times of steps.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
 from serve_llm.common.types import Request
+from serve_llm.engine.scheduler.match_rates import MatchRates
+from serve_llm.engine.scheduler.prompt_lookup import TextGuess
 from serve_llm.engine.scheduler.sequence import Sequence
 
 FIRST_RATE = 0.5  # initial acceptance rate
 RATE_WEIGHT = 0.15  # weight of the latest guess
+EXCESS_WEIGHT = 0.1  # the same for guesses from texts
 LEAST_RATE = 0.1  # below this acceptance rate, guesses are not worth a row even if rows are free
 
 
 class DraftSource(Protocol):
     """Drafts the continuation of one text, at almost no cost."""
 
-    def propose(self, token_ids: Items[int], count: int) -> list[int]:
+    def propose(self, token_ids: Items[int], count: int) -> TextGuess:
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
 
     def finish(self, sequence: Sequence) -> None:
@@ -49,24 +52,53 @@ class BatchDraftSource(Protocol):
 
 
 @dataclass(slots=True)
-class _Drafter:
+class _Drafter(ABC):
     """The guesses of one sequence."""
 
-    proposed: list[int]  # guesses of the ids after the first `num_ids`
-    num_ids: int  # length of the sequence when `proposed` was made
-    rate: float  # recent acceptance rate of its guesses
-    source: DraftSource | None = None  # its own source, if it has one
+    proposed: Items[int] = ()  # guesses of the ids after the first `num_ids`
+    num_ids: int = 0  # length of the sequence when `proposed` was made
 
     def judge(self, token_ids: Items[int]) -> None:
         """Compare the last guess with the actual ids, whether or not it was verified as a draft."""
-        for guessed, came in zip(self.proposed, token_ids[self.num_ids :], strict=False):
-            self.rate += RATE_WEIGHT * ((guessed == came) - self.rate)
+        for place, (guessed, came) in enumerate(zip(self.proposed, token_ids[self.num_ids :], strict=False)):
+            self.learn(place, guessed == came)
             if guessed != came:
                 break
 
-    def set_guess(self, proposed: list[int], num_ids: int) -> None:
-        self.proposed = proposed
-        self.num_ids = num_ids
+    @abstractmethod
+    def learn(self, place: int, came_true: bool) -> None:
+        """Record whether the id at `place` of the guess came, after those before it."""
+
+    @abstractmethod
+    def find_chance(self, place: int) -> float:
+        """How probable it is that the id at `place` of the guess comes, after those before it."""
+
+
+@dataclass(slots=True)
+class _ModelDrafter(_Drafter):
+    rate: float = FIRST_RATE  # recent acceptance rate of its guesses
+
+    def learn(self, place: int, came_true: bool) -> None:
+        self.rate += RATE_WEIGHT * (came_true - self.rate)
+
+    def find_chance(self, place: int) -> float:
+        return self.rate
+
+
+@dataclass(slots=True, kw_only=True)
+class _TextDrafter(_Drafter):
+    source: DraftSource
+    rates: MatchRates  # of all sequences
+    match_length: int = 0  # of the guess
+    excess: float = 0.0  # recent acceptance rate of its guesses, minus what `rates` say
+
+    def learn(self, place: int, came_true: bool) -> None:
+        length = self.match_length + place
+        self.excess += EXCESS_WEIGHT * (came_true - self.rates.find_rate(length) - self.excess)
+        self.rates.observe(length, came_true)
+
+    def find_chance(self, place: int) -> float:
+        return max(0.0, self.rates.find_rate(self.match_length + place) + min(0.0, self.excess))
 
 
 class RowCost:
@@ -82,10 +114,12 @@ class RowCost:
         self._seconds = 0.0
         self._rows_squared = 0.0
         self._rows_seconds = 0.0
+        self._shares: dict[int, float] = {}  # what `share` has found since the last step
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Record a step of `num_rows` tokens, all of them newest ids or drafts."""
-        if self._weight:  # other processes on the machine may delay a step, which says nothing about the cost of rows
+        """Take in a step of `num_rows` tokens, all of them newest ids or drafts."""
+        self._shares.clear()
+        if self._weight:  # another process on the machine may hold up a step: that is not what its rows cost
             seconds = min(seconds, self.MOST_SLOWER * self._seconds / self._weight)
         self._weight = self.MEMORY * self._weight + 1.0
         self._rows = self.MEMORY * self._rows + num_rows
@@ -95,6 +129,11 @@ class RowCost:
 
     def share(self, num_rows: int) -> float:
         """A row's cost relative to the cost of each id in a step of `num_rows` without drafts, 0 to 1."""
+        if num_rows not in self._shares:
+            self._shares[num_rows] = self._find_share(num_rows)
+        return self._shares[num_rows]
+
+    def _find_share(self, num_rows: int) -> float:
         slope = self._find_slope()
         if slope is None:
             return self.UNKNOWN
@@ -124,10 +163,11 @@ class RowCost:
 class Speculator(ABC):
     """Chooses drafts for the sequences of a scheduler. Its choices do not affect outputs."""
 
+    _drafters: Mapping[int, _Drafter]  # by request id
+
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: most drafts of a sequence in a step."""
         self.num_tokens = num_tokens
-        self._drafters: dict[int, _Drafter] = {}  # by request id
         self.row_cost = RowCost()
         self.paused_indices: Collection[int] = ()  # request indices that get no drafts for now
 
@@ -144,9 +184,9 @@ class Speculator(ABC):
         """Make guesses before a step is scheduled. ready: sequences that the step may compute, with the maximum number
         of drafts of each. num_running: sequences that share the steps."""
 
+    @abstractmethod
     def forget(self, sequence: Sequence) -> None:
         """The request has ended."""
-        self._drafters.pop(sequence.request.id, None)
 
     @abstractmethod
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
@@ -155,65 +195,75 @@ class Speculator(ABC):
     def choose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
         """Choose up to `most` drafts to verify: those accepted often enough to be worth their rows."""
         drafter = self._find_drafter(sequence)
-        if drafter is None or drafter.num_ids != len(sequence.token_ids):
+        if drafter is None or not drafter.proposed or drafter.num_ids != len(sequence.token_ids):
             return []
-        return drafter.proposed[: self._count_worthwhile(drafter, most, num_running)]
+        most = min(most, len(drafter.proposed))
+        return list(drafter.proposed[: self._count_worthwhile(drafter, most, num_running)])
 
     def _find_drafter(self, sequence: Sequence) -> _Drafter | None:
         return None if sequence.req_index in self.paused_indices else self._drafters.get(sequence.request.id)
 
-    def _judge(self, sequence: Sequence, first_rate: float) -> _Drafter | None:
-        """Return the sequence's drafter after comparing its guess with the actual ids; None if it must not have one."""
-        if not sequence.num_output:
-            return None
-        drafter = self._drafters.get(sequence.request.id)
-        if drafter is None:
-            drafter = self._drafters[sequence.request.id] = _Drafter([], 0, first_rate)
-        drafter.judge(sequence.token_ids)
-        return drafter
-
     def _count_worthwhile(self, drafter: _Drafter, most: int, num_running: int) -> int:
         """Return up to `most` drafts, each of which is accepted often enough to pay for its row."""
-        least_rate = max(LEAST_RATE, self._find_cost(num_running))
-        count = 0
-        rate = drafter.rate
-        while count < most and rate >= least_rate:
-            count += 1
-            rate *= drafter.rate
-        return count
+        least_chance = max(LEAST_RATE, self._find_least_chance(num_running))
+        chance = 1.0
+        for place in range(most):
+            chance *= drafter.find_chance(place)
+            if chance < least_chance:
+                return place
+        return most
 
-    def _find_cost(self, num_running: int) -> float:
-        """Return the cost of a draft as a share of the cost of an id in a step without drafts."""
-        return self.row_cost.share(num_running)
+    @abstractmethod
+    def _find_least_chance(self, num_running: int) -> float:
+        """How probable it must be that a draft is accepted."""
 
 
 class TextSpeculator(Speculator):
-    """Always drafts, from the texts themselves, because that costs almost nothing."""
+    """Always drafts, from the texts themselves, because that costs almost nothing.
+
+    Guesses after longer matches come true more often, and how often is learned from all sequences. A sequence whose
+    own guesses do worse gets fewer drafts. Rejected drafts delay the sequences that have none, so a draft must be
+    expected to save several times the time that it is expected to waste.
+    """
+
+    LEAST_GAIN = 4.0  # time that a draft saves if it is accepted, times its chance, as a multiple of the waste
 
     def __init__(self, num_tokens: int, build_source: Callable[[Request], DraftSource]) -> None:
         """build_source: makes the source of one sequence."""
         super().__init__(num_tokens)
+        self._drafters: dict[int, _TextDrafter] = {}
         self._build_source = build_source
+        self._rates = MatchRates()
 
     def update(self, sequence: Sequence) -> None:
-        drafter = self._judge(sequence, FIRST_RATE)
-        if drafter is None:
+        if not sequence.num_output:
             return
-        if drafter.source is None:
-            drafter.source = self._build_source(sequence.request)
-        drafter.set_guess(drafter.source.propose(sequence.token_ids, self.num_tokens), len(sequence.token_ids))
+        drafter = self._drafters.get(sequence.request.id)
+        if drafter is None:
+            drafter = _TextDrafter(source=self._build_source(sequence.request), rates=self._rates)
+            self._drafters[sequence.request.id] = drafter
+        token_ids = sequence.token_ids
+        if drafter.proposed:
+            drafter.judge(token_ids)
+        drafter.proposed, drafter.match_length = drafter.source.propose(token_ids, self.num_tokens)
+        drafter.num_ids = len(token_ids)
 
     def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
         """Guesses are made when ids arrive."""
 
     def forget(self, sequence: Sequence) -> None:
-        drafter = self._drafters.get(sequence.request.id)
-        if drafter is not None and drafter.source is not None:
+        drafter = self._drafters.pop(sequence.request.id, None)
+        if drafter is not None:
             drafter.source.finish(sequence)
-        super().forget(sequence)
 
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
         return bool(self.choose(sequence, 1, num_running))
+
+    def _find_least_chance(self, num_running: int) -> float:
+        """An accepted draft saves what an id costs without drafts, less its row; a rejected one wastes its row."""
+        cost = self.row_cost.share(num_running)
+        waste = self.LEAST_GAIN * cost
+        return waste / (1.0 - cost + waste)
 
 
 class ModelSpeculator(Speculator):
@@ -224,14 +274,21 @@ class ModelSpeculator(Speculator):
 
     def __init__(self, num_tokens: int, source: BatchDraftSource) -> None:
         super().__init__(num_tokens)
+        self._drafters: dict[int, _ModelDrafter] = {}
         self._source = source
         self._mean_rate = FIRST_RATE  # mean over all sequences, the initial rate of a new one
 
     def update(self, sequence: Sequence) -> None:
-        drafter = self._judge(sequence, self._mean_rate)
-        if drafter is not None and drafter.proposed:
+        if not sequence.num_output:
+            return
+        drafter = self._drafters.get(sequence.request.id)
+        if drafter is None:
+            drafter = self._drafters[sequence.request.id] = _ModelDrafter(rate=self._mean_rate)
+        if drafter.proposed:
+            drafter.judge(sequence.token_ids)
             self._mean_rate = self.RATE_MEMORY * self._mean_rate + (1.0 - self.RATE_MEMORY) * drafter.rate
-            drafter.set_guess([], len(sequence.token_ids))
+            drafter.proposed = ()
+            drafter.num_ids = len(sequence.token_ids)
 
     def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
         drafters = []
@@ -248,7 +305,8 @@ class ModelSpeculator(Speculator):
             return
         for drafter, (sequence, _), proposed in zip(drafters, wanted, self._source.propose(wanted), strict=True):
             if proposed:
-                drafter.set_guess(proposed, len(sequence.token_ids))
+                drafter.proposed = proposed
+                drafter.num_ids = len(sequence.token_ids)
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
         self._source.take_hidden_states(sequence, start, states)
@@ -263,10 +321,11 @@ class ModelSpeculator(Speculator):
         return count or min(most, int(is_trial_due))
 
     def forget(self, sequence: Sequence) -> None:
-        super().forget(sequence)
+        self._drafters.pop(sequence.request.id, None)
         self._source.forget(sequence.request.id)
 
-    def _find_cost(self, num_running: int) -> float:
+    def _find_least_chance(self, num_running: int) -> float:
+        """The cost of a draft as a share of the cost of an id in a step without drafts."""
         step_seconds = self.row_cost.find_step_seconds(num_running)
         share = self._source.step_seconds / step_seconds if step_seconds > 0.0 else 0.0
-        return super()._find_cost(num_running) + share
+        return self.row_cost.share(num_running) + share

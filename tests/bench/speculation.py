@@ -144,7 +144,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = resolve_model("demo")
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    configs = {False: None, True: {"method": "ngram"}}
+    configs = {False: "none", True: "ngram"}
     engines = {is_on: make_engine(folder, speculative_config=config) for is_on, config in configs.items()}
     results: dict[str, dict[str, float]] = {}
     for streams in (1, STREAMS):

@@ -15,6 +15,7 @@ from support.tools import write_files
 
 SMALL = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "100")
 NGRAM = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
+OFF = ("--speculative-config", "none")
 REPEATED: dict[str, Any] = {"prompt": "import os\n" * 8, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
@@ -23,7 +24,7 @@ REPEATED: dict[str, Any] = {"prompt": "import os\n" * 8, "max_tokens": 40, "temp
 def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) -> None:
     files = [word for pair in write_files(tmp_path).items() for word in pair]
     bodies = [*mixed(12), *chats(4), REPEATED | {"stop": ["os\nimport os\nimport os\nimp"], "stream": True}]
-    with Daemon(*SMALL, *files) as daemon:
+    with Daemon(*SMALL, *files, *OFF) as daemon:
         alone = Streams(daemon.wait_until_serving(), [REPEATED]).finish()
         undisturbed = Streams(daemon.url, bodies).finish()
         assert daemon.metrics()["serve_llm_spec_decode_num_drafts_total"] == 0
@@ -44,7 +45,7 @@ def test_a_draft_model_beside_two_ranks() -> None:
     """The demo model guesses for itself: all guesses are right."""
     body = {"prompt": "def area(width, height):", "max_tokens": 30, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     ranks = ("--tensor-parallel-size", "2")
-    with Daemon(*SMALL, *ranks) as daemon:
+    with Daemon(*SMALL, *ranks, *OFF) as daemon:
         daemon.wait_until_serving()
         alone = Streams(daemon.url, [body]).finish()
     with Daemon(*SMALL, *ranks, "--speculative-config", "demo") as daemon:

@@ -21,7 +21,7 @@ from support.matrix import mostly_slow
 from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests, make_similar
 from support.tiny import FAMILIES, HYBRIDS, make_checkpoint
 
-OFF: dict[str, object] = {"block_size": 8}
+OFF: dict[str, object] = {"speculative_config": "none", "block_size": 8}
 FEW = ["llama", "mistral"]
 
 

@@ -24,7 +24,7 @@ from support.matrix import mostly_slow
 from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
 from support.tiny import make_checkpoint
 
-OFF: dict[str, object] = {"block_size": 8}
+OFF: dict[str, object] = {"speculative_config": "none", "block_size": 8}
 FAMILIES = ["llama", "mistral", "mixtral", "gemma3_text", "deepseek_v3"]
 
 
@@ -66,7 +66,7 @@ def test_its_guesses_are_those_of_a_plain_implementation(
     served = Served(tmp_path / "served")
     head = build_head(served, 97, norm_before_residual=norm_before_residual)
     engine = draft_freely(
-        make_engine(tmp_path / "served", **OFF, **how, dtype="float32", **use(write_head(head, tmp_path / "head")))
+        make_engine(tmp_path / "served", **(OFF | how | use(write_head(head, tmp_path / "head"))), dtype="float32")
     )
     found = record_guesses(engine)
     prompts = [[5, 17, 101], list(range(3, 300, 4)), [7]]
@@ -112,7 +112,7 @@ def check_other_layers(
     train(head, served, [text for text in texts if len(text) > 2], layers)
     plain = Head(head.tensors, head.config, head.embedding)
     change(head)
-    engine = draft_freely(make_engine(root / "served", **OFF, **how, **use(write_head(head, root / "head"))))
+    engine = draft_freely(make_engine(root / "served", **(OFF | how | use(write_head(head, root / "head")))))
     found = record_guesses(engine)
     assert_equal(generate(engine, requests, ARRIVALS), expected)
     stats = engine.scheduler.stats()
@@ -259,7 +259,7 @@ def test_its_own_embedding(llama: Case, tmp_path: Path) -> None:
     write_head(head, tmp_path / "with")
     texts = []
     for name in ("without", "with"):
-        engine = draft_freely(make_engine(llama.directory, **OFF, **use(tmp_path / name)))
+        engine = draft_freely(make_engine(llama.directory, **(OFF | use(tmp_path / name))))
         found = record_guesses(engine)
         generate(engine, llama.requests[:1])
         texts.append(found)

@@ -110,7 +110,7 @@ def make_calls(first: int, count: int) -> list[Request]:
 def test_a_crowd_of_all_kinds(how: str, root: Path) -> None:
     requests = make_requests(root)
     options = OPTIONS | HOWS[how]
-    plain = make_engine(demo(), **options, enable_prefix_caching=False)
+    plain = make_engine(demo(), **options, enable_prefix_caching=False, speculative_config="none")
     expected: dict[int, Result] = {}
     for request in requests:
         expected |= generate(plain, [request])
@@ -127,7 +127,7 @@ def test_a_crowd_of_all_kinds(how: str, root: Path) -> None:
 def test_forced_tokens_are_those_of_sampling_one_by_one(root: Path) -> None:
     requests = make_requests(root)
     expected = generate(make_engine(demo(), **OPTIONS, jump_forward=False), requests)
-    engine = make_engine(demo(), **OPTIONS)
+    engine = make_engine(demo(), **OPTIONS, speculative_config="none")
     assert_equal(generate(engine, requests), expected, is_exact=False)
     stats = engine.step().stats
     assert stats.num_steps < max(len(result.token_ids) for result in expected.values()) + 3
@@ -228,10 +228,10 @@ def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
         for number in range(3)
     ]
     options: dict[str, object] = EMBED | {"block_size": 8} | HOWS[how]
-    expected = generate(make_engine(checkpoint, **options, **LORA), requests)
+    expected = generate(make_engine(checkpoint, **options, **LORA, speculative_config="none"), requests)
     vectors = compute_vectors(make_engine(checkpoint, **options), pooled)
     engine = make_engine(checkpoint, **options, **LORA, speculative_config=NGRAM)
-    found = generate(draft_from(engine, requests, expected), [*requests, *pooled])
+    found = generate(draft_from(engine, requests, expected, wrong_every=3), [*requests, *pooled])
     assert_equal({number: found[number] for number in range(3)}, expected)
     assert_drafted(engine)
     assert generate(engine, pooled)[102].cached_tokens == 24

@@ -28,7 +28,7 @@ from support.pooled import compute_vectors, pooling_request
 from support.quantised import is_linear
 from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
 
-OFF: dict[str, object] = {"block_size": 8}
+OFF: dict[str, object] = {"speculative_config": "none", "block_size": 8}
 ON: dict[str, object] = OFF | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 FAMILIES = ["deepseek_v3", "glm4_moe"]
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.scheduler.match_rates import LONGEST
+from serve_llm.engine.scheduler.prompt_lookup import NO_GUESS, TextGuess
 from serve_llm.engine.scheduler.speculation import RowCost, TextSpeculator
 from support.engine import Result
 
@@ -66,14 +68,15 @@ class KnownTexts:
         self._texts = [list(text) for text in texts]
         self._wrong_every = wrong_every
 
-    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+    def propose(self, token_ids: Sequence[int], count: int) -> TextGuess:
         ids = list(token_ids)
         for text in self._texts:
             if len(text) > len(ids) and text[: len(ids)] == ids:
                 places = range(len(ids), min(len(text), len(ids) + count))
                 drafts = [1 if place % self._wrong_every == 0 else text[place] for place in places]
-                return [*drafts, *([2] * (count - len(drafts)))]  # beyond the end, where nothing is accepted
-        return []
+                # 2: beyond the end, where nothing is accepted
+                return TextGuess([*drafts, *([2] * (count - len(drafts)))], LONGEST)
+        return NO_GUESS
 
     def finish(self, sequence: object) -> None:
         """Nothing is kept."""

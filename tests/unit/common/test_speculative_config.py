@@ -14,12 +14,12 @@ from serve_llm.common.options.speculative import SpeculativeConfig
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, (8, 8, 3)),
-        ({"num_speculative_tokens": 16}, (16, 8, 3)),
+        ({}, (8, 16, 3)),
+        ({"num_speculative_tokens": 16}, (16, 16, 3)),
         ({"prompt_lookup_max": 2}, (8, 2, 2)),
-        ({"prompt_lookup_min": 12}, (8, 12, 12)),
+        ({"prompt_lookup_min": 20}, (8, 20, 20)),
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (8, 4, 2)),
-        ({"num_speculative_tokens": None, "prompt_lookup_min": None}, (8, 8, 3)),
+        ({"num_speculative_tokens": None, "prompt_lookup_min": None}, (8, 16, 3)),
     ],
 )
 def test_defaults(given: dict[str, object], expected: tuple[int, int, int]) -> None:
@@ -89,6 +89,17 @@ def test_the_revision_of_a_model_on_the_hub() -> None:
 def test_no_value_means_no_drafts() -> None:
     assert make_options("demo").speculation is None
     assert make_options("demo", speculative_config=None).speculation is None
+
+
+def test_none_means_no_drafts_either(tmp_path: Path) -> None:
+    path = tmp_path / "o.yaml"
+    path.write_text("speculative-config: none\n", encoding="utf-8")
+    for options in (
+        make_options("demo", speculative_config="none"),
+        parse_args(["demo", "--speculative-config", "none"], {}),
+        parse_args(["demo", "--config", str(path)], {}),
+    ):
+        assert options.speculation is None and options.speculative_config == "none"
 
 
 def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:

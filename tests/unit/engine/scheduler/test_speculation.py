@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from serve_llm.common.types import FinishReason, Request, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput
+from serve_llm.engine.scheduler.prompt_lookup import TextGuess
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.speculation import RowCost, TextSpeculator
 from support.scheduling import FULL, Arrival, FakeWorkers, Load, loads, token_after
@@ -17,14 +18,17 @@ from support.scheduling import FULL, Arrival, FakeWorkers, Load, loads, token_af
 class Guesser:
     """Knows what comes, and is wrong now and then."""
 
-    def __init__(self, period: int) -> None:
-        self.period = period  # one guess of so many is wrong
+    def __init__(self, period: int, match_length: int | None = None) -> None:
+        """period: one guess of so many is wrong. match_length: None for the ids since the last such guess, or 3."""
+        self.period = period
+        self.match_length = match_length
 
-    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+    def propose(self, token_ids: Sequence[int], count: int) -> TextGuess:
         ids = list(token_ids)
         for _ in range(count):
             ids.append(51 if len(ids) % self.period == 0 else token_after(ids))
-        return ids[len(token_ids) :]
+        match_length = max(3, len(token_ids) % self.period) if self.match_length is None else self.match_length
+        return TextGuess(ids[len(token_ids) :], match_length)
 
     def finish(self, sequence: object) -> None:
         """Nothing is kept."""
@@ -54,8 +58,10 @@ def test_random_loads(specs, load: Load, num_tokens, period) -> None:
     load.run(load.build_scheduler(speculator=TextSpeculator(num_tokens, lambda request: Guesser(period))), arrivals)
 
 
-def make_scheduler(num_tokens: int, period: int, num_blocks: int = 100) -> tuple[Scheduler, TextSpeculator]:
-    speculator = TextSpeculator(num_tokens, lambda request: Guesser(period))
+def make_scheduler(
+    num_tokens: int, period: int, num_blocks: int = 100, match_length: int | None = None
+) -> tuple[Scheduler, TextSpeculator]:
+    speculator = TextSpeculator(num_tokens, lambda request: Guesser(period, match_length))
     scheduler = Scheduler(
         FULL,
         num_blocks,
@@ -75,28 +81,76 @@ def run(scheduler: Scheduler, workers: FakeWorkers) -> tuple[int, list[int]]:
     return len(batch.scheduled[0].draft_ids), [token_id for output in outputs for token_id in output.token_ids]
 
 
+def add(scheduler: Scheduler, number: int) -> None:
+    scheduler.add(Request(id=number, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
+
+
+def count_drafts(scheduler: Scheduler, workers: FakeWorkers, num_steps: int) -> list[int]:
+    return [run(scheduler, workers)[0] for _ in range(num_steps) if scheduler.has_work]
+
+
 def test_drafts_grow_while_they_come_true() -> None:
-    for period, first, longest in ((1000, 2, 6), (2, 2, 3)):
+    for period, first, longest in ((1000, 1, 6), (2, 1, 1)):
         scheduler, _ = make_scheduler(6, period)
-        scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
-        workers = FakeWorkers(FULL)
-        numbers = []
-        while scheduler.has_work:
-            numbers.append(run(scheduler, workers)[0])
+        add(scheduler, 1)
+        numbers = count_drafts(scheduler, FakeWorkers(FULL), 100)
         assert numbers[:2] == [0, first]
-        assert max(numbers) <= longest and (period == 2 or max(numbers) == longest)
+        assert max(numbers) == longest
+
+
+def test_longer_matches_have_longer_drafts() -> None:
+    """Before anything is learned."""
+    first = []
+    for length in (3, 6, 10, 16):
+        scheduler, _ = make_scheduler(8, 1000, match_length=length)
+        add(scheduler, 1)
+        first.append(count_drafts(scheduler, FakeWorkers(FULL), 2)[1])
+    assert first == sorted(first) and first[0] == 1 and first[-1] > 4
+
+
+def test_rates_by_length_are_learned_from_all_sequences() -> None:
+    scheduler, speculator = make_scheduler(4, 1, match_length=12)
+    workers = FakeWorkers(FULL)
+    add(scheduler, 1)
+    count_drafts(scheduler, workers, 50)
+    add(scheduler, 2)
+    assert count_drafts(scheduler, workers, 9) == [0] * 9, "matches that mislead, whatever the text"
+    assert speculator._rates.find_rate(12) < 0.3 and speculator._rates.find_rate(14) > 0.8
+    (drafter,) = speculator._drafters.values()
+    drafter.source = Guesser(1, 14)
+    assert count_drafts(scheduler, workers, 2)[1] > 0, "matches of another length"
+
+
+def test_a_sequence_whose_guesses_do_worse_has_fewer_drafts() -> None:
+    scheduler, speculator = make_scheduler(4, 1, match_length=16)
+    speculator._rates.observe = lambda length, came_true: None  # those of others come true
+    add(scheduler, 1)
+    numbers = count_drafts(scheduler, FakeWorkers(FULL), 16)
+    assert numbers[1] == 4 and numbers[-1] == 0 and numbers[1:] == sorted(numbers[1:], reverse=True)
 
 
 def test_wrong_guesses_are_not_verified_for_ever_but_judged_still() -> None:
     scheduler, speculator = make_scheduler(4, 1)
-    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
     workers = FakeWorkers(FULL)
-    numbers = [run(scheduler, workers)[0] for _ in range(30)]
-    assert numbers[-1] == 0
+    add(scheduler, 1)
+    assert count_drafts(scheduler, workers, 20)[-1] == 0
     (drafter,) = speculator._drafters.values()
     drafter.source = Guesser(1000)  # the text repeats itself from here on
-    numbers = [run(scheduler, workers)[0] for _ in range(8)]
-    assert max(numbers) > 0
+    assert max(count_drafts(scheduler, workers, 25)) > 0
+
+
+def test_drafts_must_save_several_times_what_they_may_waste() -> None:
+    scheduler, speculator = make_scheduler(4, 1000, match_length=16)
+    add(scheduler, 1)
+    count_drafts(scheduler, FakeWorkers(FULL), 2)
+    (sequence,) = scheduler._sequences.values()
+    numbers = []
+    for row_seconds in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.02):  # in addition to the 10 ms of any step
+        speculator.row_cost = RowCost()
+        for rows in (1, 4, 9) * 9:
+            speculator.row_cost.observe(rows, 0.010 + row_seconds * rows)
+        numbers.append(len(speculator.choose(sequence, 4, 8)))
+    assert numbers == sorted(numbers, reverse=True) and numbers[0] == 4 and numbers[-1] == 0, numbers
 
 
 def test_counters_and_the_end_of_a_request() -> None:
@@ -119,7 +173,7 @@ def test_counters_and_the_end_of_a_request() -> None:
 
 def test_no_draft_takes_the_blocks_that_others_need() -> None:
     """A draft preempts nobody: without a free block there is none."""
-    scheduler, _ = make_scheduler(6, 1000, num_blocks=2)
+    scheduler, _ = make_scheduler(6, 1000, num_blocks=2, match_length=10)
     scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=6, seed=0)), 0.0)
     workers = FakeWorkers(FULL)
     assert run(scheduler, workers)[0] == 0
