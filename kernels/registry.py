@@ -27,6 +27,7 @@ from serve_llm.kernels import (
     moe,
     norm,
     quantise_int4,
+    quantise_int8,
     rope,
     table,
     torch_sampling,
@@ -72,6 +73,7 @@ class Kernels:
     pack_int8_table: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], table.Table]
     pack_grouped_table: Callable[[GroupedWeight, Tensor | None, torch.dtype], table.Table]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]]
     pack_experts: Callable[..., moe.PackedExperts]
     lora: LoRAKernels | None = None  # None: adapters are computed with linear layers
     allocate_lora_slots: AllocateLoRASlots | None = None  # None: layers have no slots that hold adapters
@@ -109,6 +111,7 @@ PORTABLE = Kernels(
     pack_int8_table=table.pack_int8_table,
     pack_grouped_table=table.pack_grouped_table,
     quantise_int4=quantise_int4.quantise_int4,
+    quantise_int8=quantise_int8.quantise_int8,
     pack_experts=moe.pack_experts,
 )
 
@@ -276,6 +279,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         pack_int8_table=pack_int8_table,
         pack_grouped_table=pack_grouped_table,
         quantise_int4=rows.quantise_int4,
+        quantise_int8=rows.quantise_int8,
         lora=lora,
     )
 

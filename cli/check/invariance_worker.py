@@ -18,7 +18,6 @@ from serve_llm.common.hub import read_config
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.parallel.layout import ParallelLayout
-from serve_llm.engine.quantization import int8
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.kernels import invariance, registry
 from serve_llm.kernels.cpu import library
@@ -60,7 +59,7 @@ def _make_layer(shape: LinearShape, dtype: torch.dtype, in_8_bits: bool) -> Line
     weight = torch.randn((min(shape.outputs, RANDOM_ROWS), shape.inputs)).to(dtype)
     weight = weight.repeat(-(-shape.outputs // RANDOM_ROWS), 1)[: shape.outputs]
     if in_8_bits:
-        return kernels.pack_int8(*int8.quantise(weight), None)
+        return kernels.pack_int8(*kernels.quantise_int8(weight), None)
     return kernels.pack(weight, None)
 
 

@@ -20,7 +20,7 @@ from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import NormSpec
 from serve_llm.engine.model.tree import ModelTree
 from serve_llm.engine.parallel.groups import ProcessGroups
-from serve_llm.engine.quantization import fp8, int4, int8
+from serve_llm.engine.quantization import fp8, int4
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupedWeight, merge_rows
 from serve_llm.kernels.moe import Experts
@@ -290,7 +290,7 @@ class ModelBuilder:
         weight = torch.cat(dense)
         if self.int8 is not None and self.int8.in_checkpoint:
             return self.kernels.pack_int8(weight, load_scales(), bias)
-        return self.kernels.pack_int8(*int8.quantise(weight), bias)
+        return self.kernels.pack_int8(*self.kernels.quantise_int8(weight), bias)
 
     def _pack_integers(self, weights: Sequence[Tensor | GroupedWeight], bias: Tensor | None) -> Linear:
         """One layer if all weights are integers of the same form, else several whose results are concatenated."""

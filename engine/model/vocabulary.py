@@ -11,7 +11,6 @@ from serve_llm.engine.model.build import ModelBuilder, Part
 from serve_llm.engine.model.lora import LoRAPart
 from serve_llm.engine.model.quantization_spec import GroupedForm
 from serve_llm.engine.model.spec import ModelSpec
-from serve_llm.engine.quantization import int8
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupedWeight
 from serve_llm.kernels.table import LookUp, Table, zeros
@@ -64,7 +63,7 @@ class VocabularyTables:
             return builder.kernels.pack_grouped(grouped, self._bias, builder.dtype)
         weight = self._load(name) if tied is None else tied
         if spec.int8_lm_head:
-            return builder.kernels.pack_int8(*int8.quantise(weight), self._bias)
+            return builder.kernels.pack_int8(*builder.kernels.quantise_int8(weight), self._bias)
         return builder.kernels.pack(weight, self._bias)
 
     def _load_table(self, bias: Tensor | None) -> Table | None:
@@ -76,7 +75,7 @@ class VocabularyTables:
         if not self._spec.int8_embedding:
             return None
         weight = builder.load(f"{builder.prefix}embedding.weight", self._shape, self._part)
-        numbers, scales = int8.quantise(weight)
+        numbers, scales = builder.kernels.quantise_int8(weight)
         builder.describe_share("embedding.weight", numbers, self._shape)
         return builder.kernels.pack_int8_table(numbers, scales, bias, builder.dtype)
 

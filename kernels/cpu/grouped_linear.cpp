@@ -1,5 +1,7 @@
 // Linear layers with weights of 4 or 8 bits: the C interface, and which thread computes what. Knows nothing of torch.
 
+#include <cstring>
+
 #include "grouped.h"
 #include "parallel.h"
 #include "variants.h"
@@ -37,6 +39,26 @@ void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threa
   });
 }
 
+// Eight codes of 4 bits, a byte each, in 32 bits, the first in the lowest.
+inline uint32_t packed_nibbles(uint64_t codes) {
+  codes = (codes | codes >> 4) & 0x00ff00ff00ff00ff;
+  codes = (codes | codes >> 8) & 0x0000ffff0000ffff;
+  return (uint32_t)(codes | codes >> 16);
+}
+
+// A row of codes as one column of a panel. Codes: NUMBERS in a unit, a byte each.
+template <int NUMBERS>
+void pack_row(const uint8_t* codes, int inputs, int columns, uint32_t* words) {
+  const auto pack = [](const uint8_t* from, int count) {
+    uint64_t bytes = 0;  // the machine's order of bytes is the lowest first
+    memcpy(&bytes, from, count);
+    return NUMBERS == 8 ? packed_nibbles(bytes) : (uint32_t)bytes;
+  };
+  const int whole = inputs / NUMBERS;
+  for (int unit = 0; unit < whole; unit++, words += columns) *words = pack(codes + unit * NUMBERS, NUMBERS);
+  if (inputs % NUMBERS) *words = pack(codes + whole * NUMBERS, inputs % NUMBERS);
+}
+
 }  // namespace
 
 extern "C" {
@@ -45,6 +67,28 @@ EXPORT int serve_llm_groupedproduct_bytes() { return sizeof(GroupedProduct); }
 
 // Outputs of a panel in a variant.
 EXPORT int serve_llm_grouped_columns(int variant) { return VARIANTS[variant]->columns; }
+
+// codes: (outputs, inputs), rows of `stride` bytes. words: (panels, units, columns); outputs missing to whole panels and
+// inputs missing to whole units become codes of 0.
+EXPORT void serve_llm_pack_codes(int bits, const uint8_t* codes, int64_t stride, int outputs, int inputs, int columns,
+                                 uint32_t* words, int threads) {
+  const int numbers = 32 / bits, units = (inputs + numbers - 1) / numbers;
+  parallel((outputs + columns - 1) / columns, PANELS, threads, [=](int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; panel++) {
+      uint32_t* const to = words + panel * units * columns;
+      const int64_t row = panel * columns;
+      const int filled = outputs - row < columns ? (int)(outputs - row) : columns;
+      if (filled < columns) memset(to, 0, sizeof(uint32_t) * units * columns);
+      for (int column = 0; column < filled; column++) {
+        const uint8_t* const from = codes + (row + column) * stride;
+        if (bits == 4)
+          pack_row<8>(from, inputs, columns, to + column);
+        else
+          pack_row<4>(from, inputs, columns, to + column);
+      }
+    }
+  });
+}
 
 EXPORT void serve_llm_grouped_linear(const GroupedProduct* product, int variant, int threads) {
   GroupedProduct piece = *product;

@@ -25,7 +25,6 @@ FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 = range(4)  # `Coding` in grouped.h
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.float8_e4m3fn)  # `ScaleType`
 WORD_BITS = 32
 FOUR = 4  # bits
-PANELS_AT_ONCE = 64  # while packing, to keep temporary memory small
 
 
 class GroupedProduct(ctypes.Structure):
@@ -68,6 +67,16 @@ class GroupedPacker:
         self.compiled.serve_llm_grouped_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_grouped_linear.restype = None
         self.columns: int = self.compiled.serve_llm_grouped_columns(self.number)
+        self._pack_codes = self.compiled.serve_llm_pack_codes
+        self._pack_codes.argtypes = (
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            *(ctypes.c_int,) * 3,
+            ctypes.c_void_p,
+            ctypes.c_int,
+        )
+        self._pack_codes.restype = None
 
     def packs(self, weight: GroupedWeight) -> bool:
         """Whether the weight can be packed: not if groups begin amid words."""
@@ -79,6 +88,24 @@ class GroupedPacker:
     def pack(self, weight: GroupedWeight, bias: Tensor | None) -> Linear:
         """The layer, for a weight that `packs` accepts. x may be of bfloat16 or float32."""
         return _PackedGroups(self, weight, bias)
+
+    def pack_codes(self, weight: GroupedWeight, units: int) -> Tensor:
+        """(panels, units, columns) int32; the first code of a unit in its lowest bits."""
+        outputs, inputs = weight.shape
+        codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
+        words = torch.empty((-(-outputs // self.columns), units, self.columns), dtype=torch.int32)
+        use_huge_pages(words)
+        self._pack_codes(
+            weight.bits,
+            codes.data_ptr(),
+            codes.stride(0),
+            outputs,
+            inputs,
+            self.columns,
+            words.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return words
 
     def pack_table(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Table:
         """See `kernels.table.pack_grouped_table`, for a weight that `packs` accepts."""
@@ -99,7 +126,7 @@ class _PackedGroups:
         units = -(-inputs // per_word)
         group_units = units if is_one_group else weight.group_size // per_word
         first_units = units if is_one_group else group_units - weight.offset // per_word
-        words = _pack_panels(weight, columns, units)
+        words = packer.pack_codes(weight, units)
         numbers = (spread_nan(weight), weight.zeros, weight.minimums)
         dtype = find_scale_dtype(numbers)
         scales = [None if one is None else _by_panel(one.to(dtype), columns) for one in numbers]
@@ -173,25 +200,6 @@ class _PackedGroups:
         product.y = y.data_ptr()
         self._compiled.serve_llm_grouped_linear(self._reference, self._variant, torch.get_num_threads())
         return y
-
-
-def _pack_panels(weight: GroupedWeight, columns: int, units: int) -> Tensor:
-    """(panels, units, columns) int32; the first code of a word in its lowest bits."""
-    outputs, inputs = weight.shape
-    bits = weight.bits
-    per_word = WORD_BITS // bits
-    num_panels = -(-outputs // columns)
-    words = torch.empty((num_panels, units, columns), dtype=torch.int32)
-    use_huge_pages(words)
-    for first in range(0, num_panels, PANELS_AT_ONCE):
-        codes = weight.codes[first * columns : (first + PANELS_AT_ONCE) * columns]
-        codes = functional.pad(codes, (0, units * per_word - inputs, 0, -len(codes) % columns))
-        places = codes.view(-1, columns, units, per_word)
-        packed = places[..., 0].int()
-        for place in range(1, per_word):
-            packed |= places[..., place].int() << (bits * place)
-        words[first : first + PANELS_AT_ONCE] = packed.transpose(1, 2)
-    return words
 
 
 def _find_coding(weight: GroupedWeight) -> int:

@@ -250,10 +250,10 @@ void rope_and_cache(const Heads& h, int threads) {
 
 // ---- 8-bit activations
 
+// NaN if there is one.
 template <class Cell>
-void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
-  typedef uint8_t Bytes __attribute__((vector_size(W)));
-  Ints most = {};  // the largest magnitude as bits, with NaN above infinity
+float largest_magnitude(const Cell* x, int width) {
+  Ints most = {};  // as bits, with NaN above infinity
   by_vectors(0, width, [&](int i, int count) {
     const Ints size = (Ints)load_cells(x + i, count) & 0x7fffffff;
     most = size > most ? size : most;
@@ -261,7 +261,13 @@ void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
   int32_t lanes[W], highest = 0;
   store(lanes, most);
   for (int i = 0; i < W; i++) highest = lanes[i] > highest ? lanes[i] : highest;
-  float largest = from_bits(highest);
+  return from_bits(highest);
+}
+
+template <class Cell>
+void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  float largest = largest_magnitude(x, width);
   if (largest < 1e-30f) largest = 1e-30f;
   *scale = largest / 127.0f;
   const Vec factor = all(1.0f / largest * 127.0f);  // in torch's order of operations
@@ -277,6 +283,33 @@ void quantise_rows(const Cell* x, int64_t stride, uint8_t* numbers, float* scale
   parallel(rows, alone(width), threads, [=](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++)
       quantise_row(x + row * stride, numbers + row * width, scales + row, width);
+  });
+}
+
+// ---- 8-bit weights
+
+template <class Cell>
+void quantise_weights(const Cell* x, int8_t* numbers, float* scale, int width) {
+  typedef int8_t Bytes __attribute__((vector_size(W)));
+  *scale = largest_magnitude(x, width) / 127.0f;
+  if (!(*scale <= 3e38f)) {
+    memset(numbers, 0, width);
+    return;
+  }
+  const Vec divisor = all(*scale > 0 ? *scale : 1.0f);
+  by_vectors(0, width, [=](int i, int count) {
+    const Vec shifted = load_cells(x + i, count) / divisor + all(12582912.0f);  // rounded to nearest, ties to even
+    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(shifted - all(12582912.0f), Ints), Bytes);
+    memcpy(numbers + i, &bytes, count);
+  });
+}
+
+template <class Cell>
+void quantise_int8(const Cell* weight, int64_t stride, int64_t rows, int width, int8_t* numbers, float* scales,
+                   int threads) {
+  parallel(rows, alone(width), threads, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++)
+      quantise_weights(weight + row * stride, numbers + row * width, scales + row, width);
   });
 }
 
@@ -436,6 +469,12 @@ KERNEL(rope_and_cache)(int bf16, const void* qkv, int64_t qkv_token, const float
 KERNEL(quantise_rows)(int bf16, const void* x, int64_t stride, uint8_t* numbers, float* scales, int64_t rows, int width,
                       int threads) {
   BY_TYPE(quantise_rows((const Cell*)x, stride, numbers, scales, rows, width, threads))
+}
+
+// As quantise_rows, see `kernels.quantise_int8`.
+KERNEL(quantise_int8)(int bf16, const void* weight, int64_t stride, int64_t rows, int width, int8_t* numbers,
+                      float* scales, int threads) {
+  BY_TYPE(quantise_int8((const Cell*)weight, stride, rows, width, numbers, scales, threads))
 }
 
 // stride: between rows of the weight, in elements. parts: `ranges` shares of a group's range that are tried.

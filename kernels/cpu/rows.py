@@ -37,6 +37,9 @@ class RowKernels:
         self._quantise_int4 = library.function(
             "quantise_int4", c_int, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p, c_int, *(c_void_p,) * 3, c_int
         )
+        self._quantise_int8 = library.function(
+            "quantise_int8", c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int
+        )
         self._rms_norm = library.function("rms_norm", *norm)
         self._layer_norm = library.function("layer_norm", *layer_norm)
         self._silu_and_mul = library.function("silu_and_mul", *gated)
@@ -216,6 +219,25 @@ class RowKernels:
             width,
             torch.get_num_threads(),
         )
+        return numbers, scales
+
+    def quantise_int8(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if weight.dtype not in DTYPES or weight.stride(1) != 1:
+            weight = weight.float().contiguous()
+        outputs, inputs = weight.shape
+        numbers = torch.empty((outputs, inputs), dtype=torch.int8)
+        scales = torch.zeros((outputs, 1))
+        if inputs:
+            self._quantise_int8(
+                weight.dtype == BF16,
+                weight.data_ptr(),
+                weight.stride(0),
+                outputs,
+                inputs,
+                numbers.data_ptr(),
+                scales.data_ptr(),
+                torch.get_num_threads(),
+            )
         return numbers, scales
 
     def quantise_int4(self, weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,7 +33,6 @@ from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.load import match_tensors
 from serve_llm.engine.weights.parameters import CheckpointLoader
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.quantise_int4 import quantise_int4
 from serve_llm.kernels.registry import PORTABLE, Kernels
 from support.forward import CPU, Harness, load
 from support.matrix import mostly_slow
@@ -58,7 +57,8 @@ REFERENCE = Kernels(
     pack_grouped=linear_grouped.pack_grouped,
     pack_int8_table=PORTABLE.pack_int8_table,
     pack_grouped_table=PORTABLE.pack_grouped_table,
-    quantise_int4=quantise_int4,
+    quantise_int4=PORTABLE.quantise_int4,
+    quantise_int8=PORTABLE.quantise_int8,
     pack_experts=moe.pack_experts,
 )
 # Of a logprob in float32, beside transformers in float64. In float32, transformers itself is off by up to 4e-4.

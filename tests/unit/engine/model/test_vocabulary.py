@@ -18,9 +18,9 @@ from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.vocabulary import VocabularyTables
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
-from serve_llm.engine.quantization import int8
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.held_tensors import find_tensors
+from serve_llm.kernels.quantise_int8 import quantise_int8
 from serve_llm.kernels.registry import PORTABLE, choose
 from support import published
 from support.resolved import resolve_all
@@ -100,7 +100,7 @@ def test_tied_int8_tables_have_one_copy(kernels: Any) -> None:
     look_up = tables.load_embedding(has_head=True)
     head = tables.load_head()
     assert reads == ["embedding.weight"]
-    numbers, scales = int8.quantise(weight)
+    numbers, scales = quantise_int8(weight)
     assert torch.equal(look_up(IDS), (numbers * scales).bfloat16()[IDS])
     assert torch.allclose(
         head(torch.eye(64).bfloat16()).float().T, numbers * scales, rtol=0.02, atol=0.02 * float(scales.max())

@@ -1,7 +1,7 @@
-"""Quantising weights to int8 while loading, with one scale per output.
+"""Rounding weights to int8, with a scale per output.
 
-It sees one rank's share of a linear layer. So in a row-parallel layer each rank has scales for its own inputs, which
-fit at least as well as scales for whole rows.
+In a row-parallel layer each rank rounds its own inputs, for which its scales fit at least as well as those of whole
+rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from serve_llm.kernels.linear_int8 import LARGEST
 CHUNK = 1024  # outputs converted at a time, to keep temporary memory small
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight: (outputs, inputs), any float dtype -> int8 numbers of the same shape, scales (outputs, 1) float32.
 
     Symmetric: scale = largest magnitude / 127; numbers are rounded to nearest, ties to even. An output whose weights
