@@ -148,7 +148,7 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
     if values.numel() == 0:
         return True
     low, high = values.aminmax()  # NaN if there is one
-    is_finite = bool(low.isfinite() & high.isfinite())  # of two numbers: of all it takes as long as the rounding
+    is_finite = bool(low.isfinite() & high.isfinite())  # two numbers suffice: all take as long as rounding
     return is_finite and torch.equal(values.to(dtype).float(), values)
 
 

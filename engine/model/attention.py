@@ -235,7 +235,6 @@ def _with_projection_norms(
     key_size = spec.num_kv_heads * spec.head_dim
     queries = elements(share.heads, spec.head_dim)
     keys = elements(share.kv_heads, spec.head_dim)
-    sizes = torch.tensor([query_size, key_size], device=builder.device)
 
     def build_parameter(kind: str) -> Tensor:
         """Of the norms of queries and keys together."""
@@ -252,7 +251,8 @@ def _with_projection_norms(
     def compute_means(wide: Tensor) -> Tensor:
         """wide: (tokens, own queries and keys) -> (tokens, 2): of the queries and of the keys of all ranks."""
         own_sums = [wide[:, :queries_end].sum(-1), wide[:, own_keys_start:].sum(-1)]
-        return group.all_reduce(torch.stack(own_sums, 1)) / sizes
+        sums = group.all_reduce(torch.stack(own_sums, 1))
+        return torch.stack([sums[:, 0] / query_size, sums[:, 1] / key_size], 1)
 
     def forward(x: Tensor) -> Tensor:
         qkv = qkv_proj(x)

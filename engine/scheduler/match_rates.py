@@ -11,7 +11,7 @@ class MatchRates:
 
     MEMORY = 0.99  # weight of a guess in comparison with the next one
     FIRST_WEIGHT = 8.0  # guesses that the first rates count as
-    FIRST_RATE = 0.5  # of the shortest matches
+    FIRST_RATE = 0.5  # share of right guesses after the shortest matches
     FIRST_SLOPE = 0.03  # by which the first rates grow with each id of a match
 
     def __init__(self) -> None:

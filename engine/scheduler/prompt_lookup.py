@@ -33,7 +33,7 @@ class PromptLookup:
         self._max_match = max_match
         self._recent = recent
         self._index = RunIndex(min_match)
-        self._num_ids = 0  # of the text when it was last seen
+        self._num_ids = 0  # length of the text when it was last seen
         self._end = NONE  # the position after the occurrence that was found then
         self._length = 0
 

@@ -88,8 +88,8 @@ class _ModelDrafter(_Drafter):
 @dataclass(slots=True, kw_only=True)
 class _TextDrafter(_Drafter):
     source: DraftSource
-    rates: MatchRates  # of all sequences
-    match_length: int = 0  # of the guess
+    rates: MatchRates  # shared by all sequences
+    match_length: int = 0  # ids that the guess follows
     excess: float = 0.0  # recent acceptance rate of its guesses, minus what `rates` say
 
     def learn(self, place: int, came_true: bool) -> None:

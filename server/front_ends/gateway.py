@@ -279,14 +279,14 @@ class FrontEndGateway:
                     self._end(peer, f"no message for {LOST_SECONDS:.0f} s")
                 elif not host.num_wanted and not host.processes:
                     logger.info("%s has left", host.name)
-                    self._send(peer, Refused("it has left"))
                     self._remove(peer)
+                    self._send(peer, Refused("it has left"))
 
     def _end(self, peer: bytes, cause: str) -> None:
         """Give a host up. If it is still there, it joins again."""
         logger.error("%s is lost, with its front ends' requests: %s", self._hosts[peer].name, cause)
-        self._send(peer, Refused(cause))
         self._remove(peer)
+        self._send(peer, Refused(cause))
 
     def _remove(self, peer: bytes) -> None:
         host = self._hosts.pop(peer)

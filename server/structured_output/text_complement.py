@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from serve_llm.server.structured_output.pattern import quote_pattern, split_units
 
-_MAX_CHARACTERS = 4000  # of all texts
-_MAX_LENGTH = 100  # of one text: each character is a group inside another
+_MAX_CHARACTERS = 4000  # in all texts together
+_MAX_LENGTH = 100  # characters in one text: each character is a group inside another
 _ANY = "(?s:.)"
 _OPPOSITES = {r"\d": r"\D", r"\D": r"\d", r"\w": r"\W", r"\W": r"\w", r"\s": r"\S", r"\S": r"\s"}
 _LITERAL = re.compile(r"[^\\.^$*+?()\[\]{}|]|\\([^\w\s])", re.DOTALL)

@@ -39,7 +39,7 @@ def test_continuing_a_trimmed_message_has_no_space_that_the_template_drops() -> 
 
 
 def test_continuing_what_the_template_leaves_out_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="omits"):
+    with pytest.raises(InvalidRequest, match="does not render"):
         render("{{ messages[0].content }}", continue_final_message=True)
 
 

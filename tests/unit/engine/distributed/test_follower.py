@@ -193,7 +193,7 @@ def test_a_follower_that_waits_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower_module, "MASTER_SECONDS", 0.3)
     lonely = Follower(options_of(free_port(), node_rank=2))
     with pytest.raises(
-        EngineError, match=r"after 0 s node 0 at 127\.0\.0\.1:\d+ still cannot be reached: is it running"
+        EngineError, match=r"after 0 s node 0 at 127\.0\.0\.1:\d+ still cannot be reached; is it running"
     ):
         lonely.run()
 
