@@ -6,8 +6,8 @@ LONGEST = 16  # longer matches count as this one
 
 
 class MatchRates:
-    """Learned from all guesses, the latest most. A guess after k right ones of the same match counts as if it followed
-    a match that is longer by k."""
+    """Learns from all guesses and weighs recent ones most. After k right guesses from the same match, the next guess
+    counts as if the match were k ids longer."""
 
     MEMORY = 0.99  # weight of a guess in comparison with the next one
     FIRST_WEIGHT = 8.0  # guesses that the first rates count as

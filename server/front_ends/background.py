@@ -13,7 +13,7 @@ PAUSE_SECONDS = 1.0  # after an error, before a loop begins again
 
 
 async def keep_running(loop: Callable[[], Coroutine[Any, Any, None]], purpose: str) -> None:
-    """Run an endless loop until cancelled. What it raises is logged with `purpose`, and it begins again."""
+    """Run an endless loop until cancelled. An exception is logged with `purpose`, and the loop starts again."""
     while True:
         try:
             await loop()

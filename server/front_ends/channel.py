@@ -10,8 +10,8 @@ _LENGTH = struct.Struct(">I")  # precedes each message: its length in bytes
 
 
 class MessageChannel(asyncio.Protocol):
-    """Pass it to `loop.create_unix_connection(..., sock=...)`. Sends never block: who sends watches
-    `num_unread_bytes`."""
+    """Pass it to `loop.create_unix_connection(..., sock=...)`. Sends never block, so the sender must
+    watch `num_unread_bytes`."""
 
     def __init__(self, receive: Callable[[bytes], None]) -> None:
         """receive: called in the event loop with each message."""

@@ -1,4 +1,4 @@
-"""Tells the streams that have something new, after the step that brought it, in one callback of the event loop."""
+"""Pushes the new output of all streams in one event-loop callback per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Pushed(Protocol):
 
 
 class PushQueue:
-    """One for all generations: a callback of the loop for each costs more than the rest of its call."""
+    """Shared by all generations, because one event-loop callback per generation costs more than the push itself."""
 
     def __init__(self) -> None:
         self._waiting: list[Pushed] = []
