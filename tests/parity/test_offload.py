@@ -20,7 +20,7 @@ from support.gpu_path import make_gpu_engine
 from support.grammars import CALL, EOS, SCHEMA, VOCAB_SIZE, compile_grammar, demo
 from support.matrix import mostly_slow
 from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request
-from support.speculation import NGRAM
+from support.speculation import NGRAM, draft_freely
 from support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
@@ -102,7 +102,10 @@ def test_same_bits(how: str, tmp_path: Path) -> None:
     vocab_size = make_checkpoint(tmp_path, family)
     turns = make_turns(vocab_size)
     expected = run(make_engine(tmp_path, **OPTIONS | options, enable_prefix_caching=False), turns)
-    check(make_engine(tmp_path, **OPTIONS | options | small_cache(tmp_path, **options)), turns, expected)
+    engine = make_engine(tmp_path, **OPTIONS | options | small_cache(tmp_path, **options))
+    if how == "drafts":
+        draft_freely(engine)
+    check(engine, turns, expected)
 
 
 @pytest.mark.pairs("LoRA + KV offload", "replay + KV offload")
