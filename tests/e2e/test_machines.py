@@ -60,7 +60,7 @@ def test_two_machines_serve_a_third_and_a_power_cut_is_named(continuations: list
         machines[1].power_off()
         began = time.monotonic()
         assert master.wait(LIMIT) == EngineError.exit_code
-        assert time.monotonic() - began < 15  # 4 s of silence, and at most a few more on a busy machine
+        assert time.monotonic() - began < 30  # 4 s of silence, and some more on a busy machine
         assert re.search(
             r"^serve-llm: rank 2 \(node 1, host host1 at 10\.77\.0\.2, pid \d+\) died in a step by loss of its node",
             master.log[-1],

@@ -253,7 +253,7 @@ def test_two_nodes_serve_and_a_node_that_is_gone_is_named(
         lost.power_off()
         named = rf"rank [23] \(node {lost.address}, pid \d+\) died in a step by loss of"
         wait_until(lambda: re.search(named, log.read_text()), "the lost node is named")
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         events = [line[6:] for line in stream.stdout if line.startswith("data: ")]
         assert re.search(named, events[-2])
         assert daemon.wait(LIMIT) != 0

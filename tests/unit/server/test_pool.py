@@ -69,7 +69,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(alone: PromptPool, number: sig
         began = time.monotonic()
         with pytest.raises(InvalidRequest, match="more than 1 s"):
             asyncio.run(alone.run("tokenize", large(), Tokens))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
     assert asyncio.run(alone.run("tokenize", large(), Tokens)).ids
 
 
@@ -113,7 +113,7 @@ def test_a_hostile_template_fails_only_its_request(serve: Serve, template: str, 
     began = time.monotonic()
     reply = served.chat(chat_template=template)
     assert reply.status == 400 and problem in reply.json()["error"]["message"], reply.content
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     fine = served.chat(chat_template="{{ messages[0].content }}!", max_tokens=1)
     assert fine.status == 200 and served.engine.submitted[-1].prompt_ids == served.ids("hi!")
 

@@ -176,5 +176,5 @@ def test_lost_master() -> None:
         master.kill()
         began = time.monotonic()
         with pytest.raises(EngineError, match="start: the connection to the master is lost"):
-            torch_group.gather_values(store, "start", 1, 2, seconds=5)
-        assert time.monotonic() - began < 4
+            torch_group.gather_values(store, "start", 1, 2, seconds=60)
+        assert time.monotonic() - began < 30
