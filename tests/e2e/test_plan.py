@@ -15,7 +15,7 @@ import pytest
 
 from support import published
 from support.daemon import SERVE_LLM, Daemon
-from support.matrix import mostly_slow
+from support.matrix import mostly_long, mostly_slow
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 EXAMPLES = re.findall(r"```console\n\$ (serve-llm plan .*)\n([^`]*)```", PAGE)
@@ -118,7 +118,7 @@ def test_json_has_the_layers_of_a_rank_as_a_range() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    mostly_slow(
+    mostly_long(
         [
             "",
             "--max-model-len 512 --kv-cache-memory 32MiB --block-size 32",
@@ -128,7 +128,12 @@ def test_json_has_the_layers_of_a_rank_as_a_range() -> None:
             "-tp 3 --kv-cache-dtype int8 --max-model-len 512 --block-size 8",
             "-tp 3 -pp 2 --max-model-len 512 --dtype float32",
         ],
-        ["-tp 2 --quantization int8 --kv-cache-memory 32MiB"],
+        [
+            "",
+            "-dp 2 --max-model-len 512",
+            "-tp 2 --quantization int8 --kv-cache-memory 32MiB",
+            "-tp 3 -pp 2 --max-model-len 512 --dtype float32",
+        ],
     ),
 )
 def test_a_daemon_says_the_same(options: str) -> None:

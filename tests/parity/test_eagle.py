@@ -20,7 +20,7 @@ from support.drafts import check_head, find_draft_model, record_guesses
 from support.eagle import Served, build_head, train, use_speculators_format, write_head
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
-from support.matrix import mostly_slow
+from support.matrix import mostly_long, mostly_slow
 from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
 from support.tiny import make_checkpoint
 
@@ -127,7 +127,7 @@ def check_other_layers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama"]))
+@pytest.mark.parametrize("family", mostly_long(FAMILIES, FAMILIES[:3]))
 def test_same_output(family: str, root: Path, llama: Case) -> None:
     case = llama if family == "llama" else Case(root, family)
     engine = draft_freely(make_engine(case.directory, **case.on))

@@ -21,10 +21,10 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 CASES = [  # attention has a compiled kernel for heads of 16 numbers, and plain torch operations for the others
     pytest.param(("llama", "float32", {"head_dim": 16}), marks=pytest.mark.slow),
     ("qwen3", "bfloat16", {"head_dim": 16}),
-    pytest.param(("qwen3", "bfloat16", {}), marks=pytest.mark.slow),
+    pytest.param(("qwen3", "bfloat16", {}), marks=pytest.mark.long),
     pytest.param(("deepseek_v3", "float32", {}), marks=pytest.mark.slow),
-    pytest.param(("deepseek_v2", "bfloat16", {"kv_lora_rank": 27}), marks=pytest.mark.slow),
-    pytest.param(("llama", "float32", {}), marks=pytest.mark.slow),
+    pytest.param(("deepseek_v2", "bfloat16", {"kv_lora_rank": 27}), marks=pytest.mark.long),
+    pytest.param(("llama", "float32", {}), marks=pytest.mark.long),
     pytest.param(("gpt2", "float32", {}), marks=pytest.mark.slow),
     pytest.param(("mistral", "bfloat16", {"head_dim": 16}), marks=pytest.mark.slow),
     pytest.param(("mixtral", "bfloat16", {"head_dim": 16}), marks=pytest.mark.slow),

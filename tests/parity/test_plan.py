@@ -25,7 +25,7 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.worker import Worker
 from serve_llm.kernels.cpu import library
 from support import packed_floats, resident
-from support.matrix import mostly_slow
+from support.matrix import mostly_long, mostly_slow
 from support.quantised import quantise_checkpoint
 from support.resolved import resolve_all
 from support.tiny import FAMILIES, make_checkpoint
@@ -119,7 +119,7 @@ def compare(directory: Path, grid: ParallelLayout = ONE, **more: Any) -> None:
         assert abs(expected.total - total) <= 0.03 * total
 
 
-@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
+@pytest.mark.parametrize("dtype", mostly_long(["bfloat16", "float32"], ["bfloat16"]))
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama", "deepseek_v3"]))
 def test_one_rank(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
@@ -156,7 +156,7 @@ def test_packed_floats(form: str, tmp_path: Path) -> None:
         compare(tmp_path / "packed", grid, dtype="bfloat16", max_num_seqs=32)
 
 
-@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
+@pytest.mark.parametrize("dtype", mostly_long(["bfloat16", "float32"], ["bfloat16"]))
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama", "deepseek_v3"]))
 def test_int8(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
@@ -165,7 +165,7 @@ def test_int8(family: str, dtype: str, tmp_path: Path) -> None:
         compare(tmp_path, grid, dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600, quantization="int8")
 
 
-@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
+@pytest.mark.parametrize("dtype", mostly_long(["bfloat16", "float32"], ["bfloat16"]))
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama", "deepseek_v3"]))
 def test_int8_caches(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)

@@ -1,4 +1,5 @@
-"""The long matrix: what is tested of every family, and what only of a few unless `-m slow` asks for the rest."""
+"""The long matrix: what is tested of every family, and what only of a few unless `-m slow` or `-m long` asks for the
+rest."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ FEW = ("llama", "mistral", "gpt2", "gemma3_text", "mixtral", "deepseek_v3", "gpt
 
 def mostly_slow(values: Iterable[Any], fast: Collection[Any] = FEW) -> list[Any]:
     """For `parametrize`: the values, all but the fast ones marked as slow."""
-    return [value if value in fast else pytest.param(*_as_tuple(value), marks=pytest.mark.slow) for value in values]
+    return _mark_others(values, fast, pytest.mark.slow)
+
+
+def mostly_long(values: Iterable[Any], others: Collection[Any]) -> list[Any]:
+    """For `parametrize`: the values, all but the others marked as long."""
+    return _mark_others(values, others, pytest.mark.long)
+
+
+def _mark_others(values: Iterable[Any], unmarked: Collection[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    return [value if value in unmarked else pytest.param(*_as_tuple(value), marks=mark) for value in values]
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

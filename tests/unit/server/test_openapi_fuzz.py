@@ -249,7 +249,7 @@ def test_infill_of_a_model_that_fills_in(serve: Callable[..., Served], model: Se
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", STRICT)
 def test_routes_that_refuse_what_they_do_not_know(server: Server, path: str, mode: GenerationMode) -> None:
-    check_body(server, "POST", path, mode, 60, strict=True)
+    check_body(server, "POST", path, mode, 30, strict=True)
     server.assert_idle()
 
 
@@ -257,7 +257,7 @@ def test_routes_that_refuse_what_they_do_not_know(server: Server, path: str, mod
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", LENIENT)
 def test_routes_that_ignore_what_they_do_not_know(server: Server, path: str, mode: GenerationMode) -> None:
-    check_body(server, "POST", path, mode, 60, strict=False)
+    check_body(server, "POST", path, mode, 30, strict=False)
     server.assert_idle()
 
 

@@ -172,7 +172,7 @@ def check_walk(
     assert num_checked
 
 
-SEEDS = [range(2), pytest.param(range(2, 6), marks=pytest.mark.slow)]
+SEEDS = [range(2), pytest.param(range(2, 4), marks=pytest.mark.slow), pytest.param(range(4, 6), marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
