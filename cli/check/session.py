@@ -19,7 +19,7 @@ from serve_llm.common.errors import EngineError, PeerLost
 CONNECT_SECONDS = 15.0
 LOAD_SECONDS = 60.0  # torch from a slow disk
 MEASURE_SECONDS = 10.0
-REDUCE_SECONDS = 150.0  # of which NCCL may take most
+REDUCE_SECONDS = 150.0  # NCCL may take most of it
 MARGIN_SECONDS = 5.0  # for messages, beyond the limit of the task itself
 NOT_UNDERSTOOD = "node 0 sends what this node does not understand: is it the same version of serve-llm?"
 

@@ -1,4 +1,4 @@
-"""The long matrix: what is tested of every family, and what only of a few unless `-m slow` asks for the rest."""
+"""The long matrix: what is tested for every family, and what only for a few unless `-m slow` asks for the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEW = ("llama", "mistral", "gpt2", "gemma3_text", "mixtral", "deepseek_v3", "gpt
 
 
 def mostly_slow(values: Iterable[Any], fast: Collection[Any] = FEW) -> list[Any]:
-    """For `parametrize`: the values, all but the fast ones marked as slow."""
+    """Values for `parametrize`, with all but the fast ones marked as slow."""
     return [value if value in fast else pytest.param(*_as_tuple(value), marks=pytest.mark.slow) for value in values]
 
 

@@ -96,8 +96,7 @@ def read_windows(config: ConfigReader) -> list[int | None]:
 
 
 def read_local_windows(config: ConfigReader, default_pattern: int, default_window: int = 4096) -> list[int | None]:
-    """Each layer's sliding window by Gemma's keys: all layers but every sliding_window_pattern-th have one, or
-    layer_types decides."""
+    """Each layer's sliding window by Gemma's keys: every sliding_window_pattern-th has none, or layer_types decides."""
     num_layers = config.layers("num_hidden_layers")
     window = config.integer("sliding_window", default_window)
     pattern = config.integer("sliding_window_pattern", default_pattern)
