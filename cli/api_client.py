@@ -1,4 +1,4 @@
-"""A blocking client of an OpenAI-compatible server, for commands that a person runs. Standard library only."""
+"""A blocking client for OpenAI-compatible servers, for commands that a person runs. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from serve_llm.common.errors import OptionError, ServeError
 
-SECONDS = 600.0  # without a byte from the server
+SECONDS = 600.0  # seconds without a byte from the server
 DEFAULT_URL = "http://127.0.0.1:8000"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -23,14 +23,14 @@ class ApiError(ServeError):
 
 
 class ApiClient:
-    """url: with or without /v1 at its end. api_key: sent as a bearer token if there is one."""
+    """url: with or without a trailing /v1. api_key: sent as a bearer token if there is one."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = normalize_url(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # A proxy of the environment cannot reach this host's own ports.
+        # A proxy from the environment cannot reach this host's own ports.
         proxies: list[urllib.request.BaseHandler] = []
         if urlsplit(self.url).hostname in _LOOPBACK:
             proxies.append(urllib.request.ProxyHandler({}))
@@ -52,9 +52,9 @@ class ApiClient:
         return _parse_json(text, self.url + path)
 
     def stream(self, path: str, body: Mapping[str, object]) -> Generator[dict[str, Any]]:
-        """The objects of a stream of server-sent events, up to [DONE]; closing the iterator ends the request.
+        """Yield the objects of a stream of server-sent events, up to [DONE]; closing the iterator ends the request.
 
-        Raises ApiError, also for an error inside the stream and for one that ends too early.
+        Raises ApiError, also for an error inside the stream and for a stream that ends too early.
         """
         with self._open(path, body) as response, _translate_losses(self.url):
             for line in response:
@@ -91,7 +91,7 @@ class ApiClient:
 
 
 def normalize_url(url: str) -> str:
-    """Without a slash or /v1 at the end. Raises OptionError."""
+    """Return the URL without a trailing slash or /v1. Raises OptionError."""
     parts = urlsplit(url)
     try:
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -131,7 +131,7 @@ def _describe_status(status: int, text: str, path: str) -> str:
 
 
 def _describe(error: object) -> str:
-    """The message of an error as OpenAI's API, vLLM's or llama.cpp's has it."""
+    """The message of an error in the form of OpenAI, vLLM or llama.cpp."""
     if isinstance(error, Mapping):
         return str(error.get("message") or error.get("detail") or error)
     return str(error)

@@ -1,6 +1,6 @@
 """`serve-llm collect-env`: print versions, processor, GPUs and settings, for a bug report. Keys and tokens are hidden.
 
-It runs as a program of its own, because it imports torch.
+It runs as a separate program because it imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 def collect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Names and values of what a report needs, in the order in which they are printed."""
+    """Names and values for the report, in the order in which they are printed."""
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{read_system_name()}, {platform.platform()}"
     for name in PACKAGES:
@@ -73,7 +73,7 @@ def _describe_processor(cpuinfo: str) -> Iterator[tuple[str, str]]:
 
 
 def describe_kernels() -> str:
-    """The variant of the CPU kernels that runs here, or why there is none."""
+    """The variant of the CPU kernels in use, or why there is none."""
     from serve_llm.kernels.cpu.library import Library, find
 
     path = find()
@@ -99,7 +99,7 @@ def _describe_memory() -> Iterator[tuple[str, str]]:
 
 
 def describe_gpus() -> Iterator[tuple[str, str]]:
-    """What nvidia-smi lists, and why torch cannot use it, if it cannot."""
+    """What nvidia-smi lists and, if torch cannot use it, why."""
     import torch
 
     from serve_llm.engine.gpu_software import explain_unusable_gpus, read_gpu_software
@@ -120,7 +120,7 @@ def describe_gpus() -> Iterator[tuple[str, str]]:
 
 
 def list_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The variables that change how the program runs; of secret ones only that they are set."""
+    """The variables that affect the program; for secret ones, only that they are set."""
     for name in sorted(environ):
         if _VARIABLES.match(name):
             yield name, "(set)" if _SECRETS.search(name) else _URL_USER.sub("//(hidden)@", environ[name])

@@ -21,7 +21,7 @@ _FILES = ("FILE", "DIR", "DIRECTORY", "FILE.yaml", "FILE.jsonl", "NAME|FILE", "o
 class CompletedOption(NamedTuple):
     names: tuple[str, ...]
     help: str
-    values: tuple[str, ...]  # choices; empty if anything goes
+    values: tuple[str, ...]  # choices; empty if any value is allowed
     takes_value: bool
     takes_file: bool
 
@@ -157,12 +157,12 @@ def read_options(parser: argparse.ArgumentParser) -> list[CompletedOption]:
 
 
 def format_script(shell: str, commands: Mapping[str, Sequence[CompletedOption]]) -> str:
-    """The script. commands: the options of each; "" is that of the server, whose first argument is a model."""
+    """Return the script. commands: the options of each; "" stands for the server, whose first argument is a model."""
     return {"bash": _format_bash, "zsh": _format_zsh, "fish": _format_fish}[shell](commands)
 
 
 def _format_bash(commands: Mapping[str, Sequence[CompletedOption]]) -> str:
-    """Functions that are pure lists of words, and one that chooses."""
+    """Return functions that only list words, and one that chooses among them."""
     names = _find_first_words(commands)
     flag_cases = []
     value_cases = []

@@ -1,6 +1,6 @@
 """`python -m serve_llm.cli.container_health`: the image's health check.
 
-It asks GET /ready at the address that the container's first process was given, by its command line or the environment.
+It requests GET /ready at the address that the command line or the environment gave to the container's first process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def find_url(command_line: Sequence[str], environ: Mapping[str, str]) -> str | N
     """
     names = [os.path.basename(argument) for argument in command_line]
     if "serve-llm" not in names:
-        return None  # such as a node that follows another one
+        return None  # for example a node that follows another one
     argv = list(command_line[names.index("serve-llm") + 1 :])
     if argv[:1] == ["serve"]:
         del argv[0]
@@ -58,7 +58,7 @@ def find_url(command_line: Sequence[str], environ: Mapping[str, str]) -> str | N
 def ask(url: str) -> None:
     """Raises OSError unless the server answers that it is ready."""
     context = ssl.create_default_context()
-    context.check_hostname = False  # the certificate is for another name than the loopback address
+    context.check_hostname = False  # the certificate is not for the loopback address
     context.verify_mode = ssl.CERT_NONE
     handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     with urllib.request.build_opener(*handlers).open(url, timeout=SECONDS):

@@ -1,4 +1,4 @@
-"""`serve-llm front-end SERVER`: answer clients on this host for a server on another one."""
+"""`serve-llm front-end SERVER`: answer clients on this host for a server on another host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         options = read_options(argv, environ)
     configure(options.log_level, "front ends", options.log_format)
 
-    import uvloop  # late, so that --help answers at once
+    import uvloop  # imported late, so that --help answers at once
 
     from serve_llm.server.front_ends.joined_host import FrontEndHostProgram
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Options of which only those of this command matter. Raises OptionError."""
+    """The server's options, of which only this command's matter. Raises OptionError."""
     flags = read_command_line(create_parser(), FRONT_END_FIELDS, argv)
     flags["front_end_addr"] = flags.pop("server")
     given = collect_given(flags, environ)

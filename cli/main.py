@@ -26,18 +26,18 @@ def main() -> int:
             return run_command(command, argv[1:])
         return serve(argv)
     except ServeError as error:
-        with contextlib.suppress(OSError):  # stderr may be a full disk or a closed pipe
+        with contextlib.suppress(OSError):  # stderr may go to a full disk or a closed pipe
             write_final_error(error)
         return error.exit_code
 
 
 def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Returns the exit code, for a closed pipe behind stdout that of a program which SIGPIPE ended."""
+    """Return the exit code; if stdout is a closed pipe, that of a program ended by SIGPIPE."""
     try:
         exit_code = command(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
         return 128 + signal.SIGPIPE
     return exit_code
 
@@ -56,11 +56,11 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def check_first_word(argv: Sequence[str]) -> None:
-    """Raises OptionError if the model seems to be a command: another engine's, or one of ours, mistyped."""
+    """Raise OptionError if the model seems to be a command: another engine's, or a mistyped one of ours."""
     word = argv[0] if argv else ""
     if os.path.exists(word):
         return
-    from serve_llm.common.options.peer_flags import PEER_COMMANDS  # large tables, needed here only
+    from serve_llm.common.options.peer_flags import PEER_COMMANDS  # imports large tables that are only needed here
 
     if "://" in word:
         raise OptionError(
@@ -70,7 +70,7 @@ def check_first_word(argv: Sequence[str]) -> None:
     if word in PEER_COMMANDS:
         raise OptionError(PEER_COMMANDS[word])
     close = difflib.get_close_matches(word, COMMANDS, 1, 0.75)
-    if close and len(argv) > 1 and not argv[1].startswith("-"):  # two arguments are no model
+    if close and len(argv) > 1 and not argv[1].startswith("-"):  # a model is a single argument
         raise OptionError(f"unknown command {word!r}; did you mean {close[0]}?")
 
 
@@ -137,7 +137,7 @@ def complete(argv: Sequence[str]) -> int:
 
 
 def replace_process(module: str, argv: Sequence[str]) -> NoReturn:
-    """Replace this process by another program, which may import torch."""
+    """Replace this process with another program, which may import torch."""
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *argv])
 
 

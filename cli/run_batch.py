@@ -28,7 +28,7 @@ from serve_llm.server.daemon import StopSignals
 
 logger = logging.getLogger(__name__)
 
-# Options of HTTP, and of hosts that find each other without Ray: the command does not have them.
+# Options for HTTP, and for hosts that find each other without Ray: this command does not have them.
 ABSENT_OPTIONS = frozenset(
     {
         "host",
@@ -51,7 +51,7 @@ DESCRIPTION = (
     "Answer a file of requests in OpenAI's batch format, without a server. Started again with the same files, it "
     "continues where it was stopped. Options mean what they mean to the server."
 )
-INTERRUPTED = 130  # exit code after a signal, as that of shells
+INTERRUPTED = 130  # exit code after a signal, as in shells
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -123,7 +123,7 @@ async def _answer_all(
 ) -> None:
     assembly = await assemble(options)
     progress = BatchProgress(output, num_requests, num_before)
-    concurrency = 2 * options.max_num_seqs * options.data_parallel_size  # what waits in the engine keeps it busy
+    concurrency = 2 * options.max_num_seqs * options.data_parallel_size  # requests that wait in the engine keep it busy
     try:
         answering = asyncio.create_task(
             run_requests(assembly.app, requests, progress.write, min(concurrency, options.max_queue[0], num_requests))
@@ -136,7 +136,7 @@ async def _answer_all(
 
 
 async def _wait_unless_given_up(assembly: Assembly, answering: asyncio.Task[None]) -> None:
-    """Raises the error of the supervisor if it no longer restarts the engine."""
+    """Raise the supervisor's error if it no longer restarts the engine."""
     watching = asyncio.ensure_future(assembly.supervisor.watch())
     try:
         await asyncio.wait([answering, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -150,10 +150,10 @@ async def _wait_unless_given_up(assembly: Assembly, answering: asyncio.Task[None
 
 
 class BatchProgress:
-    """Writes results and counts them. Shows a bar on a terminal, elsewhere logs each tenth part."""
+    """Writes results and counts them. Shows a bar on a terminal; otherwise logs each tenth."""
 
     def __init__(self, output: BatchOutput, num_requests: int, num_before: int = 0) -> None:
-        """num_requests: those to answer. num_before: those that earlier runs have answered."""
+        """num_requests: requests to answer. num_before: requests that earlier runs have answered."""
         self.num_written = 0
         self.num_errors = 0
         self._output = output

@@ -59,7 +59,7 @@ def scale(
     drain_timeout: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Ask for the change, and report it on stdout until it has ended. Raises ApiError and ScalingFailed."""
+    """Request the change and report progress on stdout until it has ended. Raises ApiError and ScalingFailed."""
     body: dict[str, object] = {"data_parallel_size": num_engines}
     if drain_timeout is not None:
         body["drain_timeout"] = drain_timeout
@@ -87,7 +87,7 @@ def _count_engines(scaling: Mapping[str, Any]) -> str:
 
 
 def describe(status: Mapping[str, Any]) -> str:
-    """One line on a change that is under way."""
+    """One line about a change in progress."""
     engines = status["engines"]
     num_ready = sum(engine["ready"] for engine in engines)
     num_starting = status["scaling"]["num_engines"] - len(engines)

@@ -1,4 +1,4 @@
-"""A server that a command starts for itself on a free port of this host, and stops at the end."""
+"""A server that a command starts on a free port of this host and stops at the end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from serve_llm.common.options.peer_flags import find_peer_flag
 from serve_llm.common.options.sources import parse_args
 
 STOP_SECONDS = 15.0
-# The lines of its log that a user waits for, without their time and place. Its stderr is a pipe, so it draws no bars.
+# Log lines that a waiting user wants to see, without time and source. stderr is a pipe, so the server draws no bars.
 _NEWS = re.compile(
     r"(?:INFO [^\[]*\[\S+\] (?:rank \d+: )?(?=Looking for|Downloading|Loading weights|Weights loaded)"
     r"|WARNING [^\[]*\[\S+\] )(.*)"
 )
-# These come last on its command line: the place of the server is read from its log.
+# These come last on its command line: the server's address is read from its log.
 _OWN_OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--log-level", "info", "--log-format", "text")
 _PR_SET_PDEATHSIG = 1
 
@@ -33,19 +33,19 @@ _PR_SET_PDEATHSIG = 1
 class ServerProcess:
     """`serve-llm MODEL [options]` as a child process. A context manager: entering it waits until requests are served.
 
-    It has a session of its own, so that Ctrl-C in the terminal does not reach it, and ends with this process. If stderr
-    is a terminal, it shows what the server is doing until it serves.
+    It has its own session, so that Ctrl-C in the terminal does not reach it, and ends with this process. If stderr is a
+    terminal, it shows what the server is doing until it serves.
     """
 
     def __init__(self, arguments: Sequence[str], api_key: str | None = None) -> None:
-        """arguments: the model and options of the server. Raises OptionError if they cannot work."""
+        """arguments: the server's model and options. Raises OptionError if they cannot work."""
         parse_args(arguments, os.environ)
         self.url = ""
         self.start_seconds = 0.0
         self._command = [sys.executable, "-P", "-m", "serve_llm.cli.main", *arguments, *_OWN_OPTIONS]
         self._environ = os.environ | ({"SERVE_LLM_API_KEY": api_key} if api_key else {})
         self._last_lines: collections.deque[str] = collections.deque(maxlen=20)
-        self._has_settled = threading.Event()  # it serves, or has ended
+        self._has_settled = threading.Event()  # the server serves, or has ended
 
     def __enter__(self) -> ServerProcess:
         """Raises ServeError with the server's own error and exit code."""
@@ -109,13 +109,13 @@ class ServerProcess:
 
 
 def _find_news(line: str) -> str:
-    """What a line of the log says, if a user who waits should see it."""
+    """The text of a log line, if a waiting user should see it."""
     found = _NEWS.match(line)
     return "" if found is None else found[1]
 
 
 def split_target(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The URL or model, which comes first, and the other arguments."""
+    """Return the URL or model, which comes first, and the other arguments."""
     if argv and not argv[0].startswith("-"):
         return argv[0], list(argv[1:])
     return DEFAULT_URL, list(argv)
@@ -123,9 +123,9 @@ def split_target(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> Iterator[str]:
-    """The URL of the server at `target`, or of one that is started for the model `target` with `arguments`.
+    """Yield the URL of the server at `target`, or of a server started for the model `target` with `arguments`.
 
-    Raises OptionError for arguments beside a URL, ServeError if the server does not start.
+    Raises OptionError for arguments in addition to a URL, ServeError if the server does not start.
     """
     if not is_url(target):
         with ServerProcess([target, *arguments], api_key) as server:
@@ -145,7 +145,7 @@ def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> I
 
 @contextlib.contextmanager
 def end_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave the block as an exception, so that a server that was started in it is stopped."""
+    """SIGTERM and SIGHUP raise an exception in the block, so that a server started in it is stopped."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -22,7 +22,7 @@ DESCRIPTION = (
     "/metrics, under any prefix, and /status."
 )
 CLEAR = "\x1b[H\x1b[2J"
-_MARKER = "num_requests_running"  # every server that is understood has it, after its prefix
+_MARKER = "num_requests_running"  # every supported server has this metric, after its prefix
 LATENCIES = {
     "first token": "time_to_first_token_seconds",
     "between tokens": "inter_token_latency_seconds",
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
                 frame = format_frame(client.url, sample, before)
                 has_answered = True
                 before = sample
-            except ApiError as error:  # a server that restarts comes back
+            except ApiError as error:  # the server may be restarting
                 if not has_answered:
                     raise
                 frame = f"{error}\nTrying again every {options.interval:g} s.\n"
@@ -100,7 +100,7 @@ class LatencyHistogram(NamedTuple):
 
 @dataclass
 class MetricsSample:
-    """What the server said at one time. Names are without the prefix; values are added up over engines."""
+    """The server's metrics at one time. Names are without the prefix; values are summed over engines."""
 
     time: float
     values: dict[str, float] = field(default_factory=dict)
@@ -117,14 +117,14 @@ def take_sample(client: ApiClient) -> MetricsSample:
     sample = parse_metrics(text, time.monotonic())
     try:
         status = client.get_json("/status")
-    except ApiError:  # a server of another make
+    except ApiError:  # a server from another vendor
         status = {}
     sample.status = status if isinstance(status, dict) else {}
     return sample
 
 
 def parse_metrics(text: str, now: float) -> MetricsSample:
-    """Raises ApiError if these are not the metrics of a server that is understood."""
+    """Raise ApiError if these are not the metrics of a supported server."""
     sample = MetricsSample(now)
     families = list(text_string_to_metric_families(text))
     prefix = next((f.name.removesuffix(_MARKER) for f in families if f.name.endswith(_MARKER)), None)
@@ -151,7 +151,7 @@ def parse_metrics(text: str, now: float) -> MetricsSample:
 
 
 def format_frame(url: str, sample: MetricsSample, before: MetricsSample | None) -> str:
-    """One picture of the server. before: rates and latencies are those since then, else since the server's start."""
+    """One frame. before: rates and latencies cover the time since then, otherwise since the server's start."""
     status = sample.status
     values = sample.values
     title = f"{status.get('model') or sample.model} at {url}"

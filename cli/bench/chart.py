@@ -1,4 +1,4 @@
-"""Figures of a benchmark as plots in one SVG file, which a browser shows in its light or dark scheme."""
+"""Plots of a benchmark in one SVG file, which a browser shows in its light or dark scheme."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Chart:
 
 
 def chart_distribution(title: str, milliseconds: Sequence[float]) -> Chart:
-    """The share of values up to each value, in percent."""
+    """Return the share of values up to each value, in percent."""
     ordered = sorted(milliseconds)
     points = [(value, 100 * (place + 1) / len(ordered)) for place, value in enumerate(ordered)]
     return Chart(title, "ms", "% at most", [(ordered[0], 0.0), *points] if ordered else [])
 
 
 def chart_rate(title: str, y_title: str, events: Sequence[tuple[float, float]], seconds: float) -> Chart:
-    """Amounts per second over the seconds of a run. events: the second, and the amount."""
+    """Return amounts per second over the seconds of a run. events: (second, amount)."""
     parts = 60
     width = seconds / parts
     amounts = [0.0] * parts
@@ -53,7 +53,7 @@ def chart_rate(title: str, y_title: str, events: Sequence[tuple[float, float]], 
 
 
 def chart_open(title: str, spans: Sequence[tuple[float, float]]) -> Chart:
-    """The number of open spans over time. spans: start and end of each, in seconds."""
+    """Return the number of open spans over time. spans: start and end of each, in seconds."""
     changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     points = [(0.0, 0.0)]
     for second, change in changes:

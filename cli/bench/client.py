@@ -1,7 +1,7 @@
-"""Sends one streamed completion and notes when each piece arrives.
+"""Sends one streamed completion and records when each chunk arrives.
 
-It shares the cores with the server, so it does little: httptools cuts the reply and msgspec reads the few fields that
-are wanted.
+It shares the cores with the server, so it does little work: httptools splits the reply and msgspec reads the few
+required fields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StreamUsage(msgspec.Struct):
 
 
 class StreamDelta(msgspec.Struct):
-    """What a chat completion may stream; empty pieces are no tokens."""
+    """What a chat completion may stream; empty chunks are not tokens."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -56,7 +56,7 @@ _decode = msgspec.json.Decoder(StreamEvent).decode
 
 
 class EventSplitter:
-    """Cuts server-sent events out of pieces of a body: `feed` gives the data of each that is complete."""
+    """Extracts server-sent events from chunks of a body: `feed` returns the data of each complete event."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -68,17 +68,17 @@ class EventSplitter:
 
 @dataclass
 class TimedReply:
-    """What came of one request. Times are of `time.perf_counter`."""
+    """The outcome of one request. Times are those of `time.perf_counter`."""
 
     began: float
     ended: float = 0.0
-    times: list[float] = field(default_factory=list)  # when an event with tokens came
+    times: list[float] = field(default_factory=list)  # when each event with tokens arrived
     usage: StreamUsage | None = None
     error: str | None = None
 
 
 class _StreamProtocol(asyncio.Protocol):
-    """One request on a connection of its own; `done` is set when the reply is complete or the connection lost."""
+    """One request on its own connection; `done` is set when the reply is complete or the connection is lost."""
 
     def __init__(self, message: bytes) -> None:
         self._message = message
@@ -124,7 +124,7 @@ class _StreamProtocol(asyncio.Protocol):
         self._break_off(f"the server closed the connection: {error}")
 
     def _break_off(self, why: str) -> None:
-        """Whatever ends a reply but [DONE]; nothing if that has been seen."""
+        """Note why the reply ended; ignored after [DONE]."""
         if self.done.done():
             return
         if self._failure:
@@ -140,7 +140,7 @@ class _StreamProtocol(asyncio.Protocol):
 
 
 class StreamClient:
-    """A server by its URL, which may be https and have a path."""
+    """A server's URL, which may use https and have a path."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -152,7 +152,7 @@ class StreamClient:
         self._headers = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
 
     async def send(self, path: str, body: Mapping[str, object]) -> TimedReply:
-        """Errors, a server that is not there among them, are in the reply."""
+        """Errors, including an unreachable server, are in the reply."""
         data = json.dumps(body).encode()
         head = (
             f"POST {self._path}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"

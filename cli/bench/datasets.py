@@ -1,7 +1,7 @@
-"""What a benchmark asks: random prompts, conversations of a file, or prompts that share prefixes.
+"""Prompts of a benchmark: random ones, conversations from a file, or prompts that share prefixes.
 
-Prompts are text, which every server takes. They are made of words that are one token each in the model's tokenizer, so
-that a text of n words has n tokens.
+Prompts are text, which every server accepts. They consist of words that are one token each in the model's tokenizer, so
+a text of n words has n tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from serve_llm.cli.api_client import ApiClient, ApiError
 from serve_llm.common.errors import OptionError
 
-# Common in English text or in code, so that most tokenizers have most of them as one token with a blank before it.
+# Common in English text or in code: in most tokenizers, most of them are one token with a leading space.
 WORDS = (
     "the of and to in is that it for as with on are this at be by from or an have not which all one can will more "
     "when if so no new also time only some than other into two her may over after such even most made first well "
@@ -26,7 +26,7 @@ WORDS = (
     "door health person art history party result change morning reason research moment education return import self "
     "string value data key file class object index type set list error test user code order model table"
 ).split()
-MIN_WORDS = 16  # fewer make prompts too alike
+MIN_WORDS = 16  # with fewer words, prompts are too similar
 
 Prompt = TypeVar("Prompt", str, list[int])
 
@@ -50,11 +50,11 @@ class WordSource:
 
 
 def find_words(client: ApiClient, model: str, seed: int) -> WordSource:
-    """Words that are one token each, by the server's /tokenize; all words if it has none."""
+    """The words that are one token each according to the server's /tokenize; all words if it has no such route."""
     body = {"model": model, "prompt": " " + " ".join(WORDS), "return_token_strs": True}
     try:
         tokens = set(client.post_json("/tokenize", body).get("token_strs") or ())
-    except (ApiError, AttributeError):  # a server of another make
+    except (ApiError, AttributeError):  # a server from another vendor
         tokens = set()
     words = [word for word in WORDS if f"\u0120{word}" in tokens or f"\u2581{word}" in tokens]
     if len(words) < MIN_WORDS:
@@ -65,7 +65,7 @@ def find_words(client: ApiClient, model: str, seed: int) -> WordSource:
 def make_random(
     words: WordSource, count: int, input_len: int, output_len: int, range_ratio: float, prefix_len: int
 ) -> list[BenchRequest]:
-    """Prompts of `prefix_len` shared tokens and `input_len` own ones. Lengths vary by `range_ratio` either way."""
+    """Prompts of `prefix_len` shared tokens and `input_len` unique ones. Lengths vary by `range_ratio` either way."""
 
     def vary(length: int) -> int:
         return words.random.randint(max(1, int(length * (1 - range_ratio))), max(1, round(length * (1 + range_ratio))))
@@ -85,8 +85,8 @@ def make_prefix_repetition(
 def repeat_prefixes(
     make: Callable[[int], Prompt], rng: random.Random, count: int, prefix_len: int, suffix_len: int, num_prefixes: int
 ) -> list[Prompt]:
-    """`num_prefixes` prefixes, each in front of equally many suffixes, in random order. make: a part of a prompt of so
-    many tokens."""
+    """`num_prefixes` prefixes, each followed by equally many suffixes, in random order. make: returns a part of a
+    prompt with the given number of tokens."""
     prefixes = [make(prefix_len) for _ in range(num_prefixes)]
     prompts = [prefixes[number % num_prefixes] + make(suffix_len) for number in range(count)]
     rng.shuffle(prompts)

@@ -1,4 +1,4 @@
-"""Service level objectives of a benchmark: how many requests meet all of them."""
+"""Service-level objectives of a benchmark: how many requests meet all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("ttft", "tpot", "e2el")
 
 
 def parse_objectives(words: Sequence[str]) -> dict[str, float]:
-    """Milliseconds by name, from words such as ttft:200. Raises OptionError."""
+    """Return milliseconds by name, from words such as ttft:200. Raises OptionError."""
     objectives: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition(":")
@@ -29,7 +29,7 @@ def parse_objectives(words: Sequence[str]) -> dict[str, float]:
 
 
 def count_met(good: Sequence[TimedReply], objectives: Mapping[str, float]) -> int:
-    """Replies that meet every objective. good: those with tokens."""
+    """Return the replies that meet every objective. good: replies with tokens."""
     return sum(_meets(reply, objectives) for reply in good)
 
 

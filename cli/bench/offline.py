@@ -1,4 +1,4 @@
-"""`serve-llm bench latency` and `throughput`: the engine without HTTP, through the class LLM."""
+"""`serve-llm bench latency` and `throughput`: measure the engine without HTTP, through the class LLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serve_llm.cli.run_batch import BATCH_FIELDS
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.sources import make_parser, read_command_line
 
-# The options of an engine; the class LLM has neither HTTP nor stored batches.
+# The engine's options; the class LLM has neither HTTP nor stored batches.
 _OF_SERVER = ("responses_store", "batches_dir", "enable_log_requests", "max_log_len", "otlp_traces_endpoint")
 ENGINE_FIELDS = [option for option in BATCH_FIELDS if option.name not in _OF_SERVER]
 _ENGINE_NAMES = {option.name for option in ENGINE_FIELDS} | {"help", "version", "config"}
@@ -51,7 +51,7 @@ def create_throughput_parser() -> argparse.ArgumentParser:
         "serve-llm bench throughput", "Measure how fast many requests are answered, without HTTP.", ENGINE_FIELDS
     )
     _add_lengths(parser, input_len=1024, output_len=128)
-    parser.set_defaults(output_len=None)  # conversations of a file have answers of their own length
+    parser.set_defaults(output_len=None)  # conversations from a file set the length of answers
     parser.add_argument("--num-prompts", type=positive_int, default=1000, metavar="N", help="requests (default: 1000)")
     add_dataset_name(parser)
     add_prefix_repetition(parser)
@@ -68,7 +68,7 @@ def _add_lengths(parser: argparse.ArgumentParser, input_len: int, output_len: in
 def _read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str], names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of the engine, and those of the benchmark, which have `names`. Raises OptionError."""
+    """Return the engine's options and the benchmark's, which have `names`. Raises OptionError."""
     refuse_peer_options(parser.parse_known_args(list(argv))[1], starts_server=True)
     given = read_command_line(parser, ENGINE_FIELDS, argv)
     if given.pop("config", None) is not None:
@@ -139,10 +139,10 @@ class OfflineRun(NamedTuple):
 
 
 class TimedBar(tqdm):  # type: ignore[type-arg]  # generic in its stubs only
-    """A progress bar that notes when requests end."""
+    """A progress bar that records when requests end."""
 
     def __init__(self, ends: list[float], **options: Any) -> None:
-        """ends: gets the times of time.perf_counter."""
+        """ends: receives times of time.perf_counter."""
         super().__init__(**options)
         self._ends = ends
 

@@ -1,4 +1,4 @@
-"""Options of `vllm bench` that are not options here, and what to do instead."""
+"""Options of `vllm bench` that this program lacks, and what to do instead."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ VLLM_BENCH: tuple[PeerFlag, ...] = (
 def refuse_peer_options(arguments: Sequence[str], starts_server: bool) -> None:
     """Raise OptionError for the first argument that is an option of `vllm bench`.
 
-    arguments: without the benchmark's own options. starts_server: with those that the server knows, which stay.
+    arguments: without the benchmark's own options. starts_server: whether the server's options are allowed.
     """
     known = make_parser()._option_string_actions if starts_server else {}
     for argument in arguments:

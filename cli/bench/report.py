@@ -1,4 +1,4 @@
-"""Figures of a benchmark: statistics, the table for people, and the JSON for programs, under vLLM's names."""
+"""Results of a benchmark: statistics, a table for people, and JSON for programs, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TITLES = {
 
 
 def find_percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values are, interpolated linearly; 0 if there are none."""
+    """The value below which `percent` of the values lie, interpolated linearly; 0 if there are none."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -56,7 +56,7 @@ def summarize_replies(
 
 
 def find_good(replies: Sequence[TimedReply]) -> list[TimedReply]:
-    """Those with tokens and without an error."""
+    """Replies with tokens and without an error."""
     return [reply for reply in replies if reply.error is None and reply.times]
 
 
@@ -77,7 +77,7 @@ def find_times(good: Sequence[TimedReply]) -> dict[str, list[float]]:
 
 
 def count_tokens(reply: TimedReply) -> int:
-    """As the server counted them, if it did; else events."""
+    """The server's count, if it reports one; otherwise the number of events."""
     return reply.usage.completion_tokens if reply.usage else len(reply.times)
 
 

@@ -1,4 +1,4 @@
-"""`serve-llm bench serve [URL|MODEL]`: load a server with requests and measure its answers."""
+"""`serve-llm bench serve [URL|MODEL]`: put load on a server and measure its answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def positive_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """Above 0; inf is allowed."""
+    """Parse a number above 0; inf is allowed."""
     if not (number := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
@@ -161,7 +161,7 @@ def check_dataset(options: argparse.Namespace) -> None:
 
 
 def find_target(target: str, options: argparse.Namespace) -> str:
-    """The URL or model. target: the first argument, or the usual URL. Raises OptionError."""
+    """The URL or model. target: the first argument, or the default URL. Raises OptionError."""
     is_given = target != split_target([])[0]
     has_place = options.host is not None or options.port is not None
     if is_given + has_place + bool(options.base_url) > 1:
@@ -181,7 +181,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     refuse_peer_options(server_arguments, starts_server=not is_url(target))
     metrics, percentiles = check_options(options)
     objectives = parse_objectives(options.goodput)
-    # The environment's key may be several, of which one is enough.
+    # The environment may hold several keys; one is enough.
     api_key = options.api_key or environ.get("SERVE_LLM_API_KEY", "").split(",")[0] or None
     with contextlib.ExitStack() as stack:
         stack.enter_context(end_on_signals())
@@ -214,7 +214,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def check_options(options: argparse.Namespace) -> tuple[list[str], list[float]]:
-    """The kinds of times and the percentiles that are shown. Raises OptionError."""
+    """The kinds of times and the percentiles to show. Raises OptionError."""
     metrics = options.percentile_metrics.split(",")
     if not set(metrics) <= TITLES.keys():
         raise OptionError(
@@ -238,14 +238,14 @@ def check_options(options: argparse.Namespace) -> tuple[list[str], list[float]]:
 
 
 def make_requests(options: argparse.Namespace, client: ApiClient, model: str) -> tuple[list[BenchRequest], str]:
-    """The requests, those before the measurement first, and a note for the user. Raises OptionError."""
+    """The requests, warm-up requests first, and a note for the user. Raises OptionError."""
     count = options.num_prompts + options.num_warmups
     if options.dataset_name == "sharegpt":
 
         def count_tokens(text: str) -> int:
             try:
                 return int(client.post_json("/tokenize", {"model": model, "prompt": text})["count"])
-            except (ApiError, LookupError, TypeError):  # a server of another make
+            except (ApiError, LookupError, TypeError):  # a server from another vendor
                 return len(text) // 4
 
         conversations = read_conversations(
@@ -269,7 +269,7 @@ def make_requests(options: argparse.Namespace, client: ApiClient, model: str) ->
 
 
 class LoadGenerator:
-    """Sends requests at a rate, with a limit on how many are open at a time."""
+    """Sends requests at a given rate, with a limit on how many are open at a time."""
 
     def __init__(self, client: StreamClient, options: argparse.Namespace, model: str) -> None:
         self._client = client
@@ -287,7 +287,7 @@ class LoadGenerator:
             self._fields["ignore_eos"] = True
 
     async def run(self, requests: Sequence[BenchRequest]) -> tuple[list[TimedReply], float]:
-        """Send the warm-up requests one after the other, and then all others. Returns replies and seconds."""
+        """Send the warm-up requests one by one, then all others. Returns replies and seconds."""
         num_warmups = self._options.num_warmups
         for request in requests[:num_warmups]:
             await self._send(request)
@@ -296,7 +296,7 @@ class LoadGenerator:
         arrivals = make_arrivals(
             len(measured), self._options.request_rate, self._options.burstiness, self._options.seed
         )
-        is_hidden = True if self._options.disable_tqdm else None  # None: unless stderr is a terminal
+        is_hidden = True if self._options.disable_tqdm else None  # None: only if stderr is a terminal
         with tqdm(total=len(measured), disable=is_hidden, dynamic_ncols=True) as bar:
             began = time.perf_counter()
 
@@ -334,7 +334,7 @@ def make_charts(replies: Sequence[TimedReply], seconds: float, metrics: Sequence
     times = find_times(good)
     charts = [chart_distribution(TITLES[name], times[name]) for name in metrics]
     start = min((reply.began for reply in replies), default=0.0)
-    # An event may bring several tokens.
+    # An event may contain several tokens.
     tokens = [(when - start, count_tokens(reply) / len(reply.times)) for reply in good for when in reply.times]
     charts.append(chart_rate("Output tokens", "tokens/s", tokens, seconds))
     charts.append(chart_open("Requests", [(reply.began - start, reply.ended - start) for reply in replies]))

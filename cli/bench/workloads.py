@@ -1,4 +1,4 @@
-"""The workloads of docs/performance.md, with which tests/bench compares servers, for `serve-llm bench serve`."""
+"""The workloads of docs/performance.md, which tests/bench uses to compare servers, for `serve-llm bench serve`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 
 def _describe(streams: int, prompt: int, output: int, requests: int, shared: int = 0) -> dict[str, int]:
-    """streams: requests that are open at a time. prompt: tokens of each request's own, after `shared` ones."""
+    """streams: requests that are open at a time. prompt: each request's unique tokens, after `shared` ones."""
     return {
         "max_concurrency": streams,
         "random_input_len": prompt,
         "random_output_len": output,
         "num_prompts": requests,
         "random_prefix_len": shared,
-        "num_warmups": 1 if shared else 0,  # what is shared is sent once before
+        "num_warmups": 1 if shared else 0,  # the shared prefix is sent once before
     }
 
 
@@ -29,7 +29,8 @@ WORKLOADS = {
 def parse_with_workload(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The benchmark's options and what is left. A workload's values are defaults: options beside it change them."""
+    """The benchmark's options and the remaining arguments. A workload's values are defaults that other options
+    override."""
     options, rest = parser.parse_known_args(arguments)
     if options.workload is None:
         return options, rest

@@ -1,6 +1,6 @@
 """`serve-llm chat [URL|MODEL]`: talk to a model in the terminal, or through a pipe.
 
-A URL is that of a running server of any make; for a model a server is started, and stopped at the end.
+A URL names a running server from any vendor; for a model, a server is started, and stopped at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def create_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         allow_abbrev=False,
     )
-    # With the names of `vllm chat` besides ours.
+    # With the names of `vllm chat` in addition to ours.
     parser.add_argument("--url", metavar="URL", help="the same as URL")
     parser.add_argument(
         "-p",
@@ -68,7 +68,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         target = options.url
         if not is_url(target):
             raise OptionError(f"--url: expected http://HOST:PORT, not {target!r}")
-    # The environment's key may be several, of which one is enough.
+    # The environment may hold several keys; one is enough.
     api_key = options.api_key or environ.get("SERVE_LLM_API_KEY", "").split(",")[0] or None
     display = ChatDisplay(sys.stdout, sys.stderr)
     with contextlib.ExitStack() as stack:
@@ -110,7 +110,7 @@ def talk(chat: ChatLoop, prompt: str | None, by_line: bool) -> int:
 
 
 class ChatLoop:
-    """Reads lines, carries out commands and shows answers."""
+    """Reads lines, runs commands and shows answers."""
 
     def __init__(self, client: ApiClient, session: ChatSession, display: ChatDisplay) -> None:
         self.client = client
@@ -118,7 +118,8 @@ class ChatLoop:
         self.display = display
 
     def run(self, read: Callable[[str], str], keeps_going: bool) -> bool:
-        """Until /quit or the end of the input. keeps_going: also after an error. Returns False if an error ended it."""
+        """Run until /quit or the end of the input. keeps_going: continue after errors. Returns False if an error ended
+        it."""
         while not self.session.is_over:
             try:
                 line = read("> ")
@@ -149,7 +150,7 @@ class ChatLoop:
         return True
 
     def answer(self, read: Callable[[str], str]) -> bool:
-        """Show the answer to the conversation so far; ask for results of tool calls. Returns False after an error."""
+        """Show the next answer and ask for results of tool calls. Returns False after an error."""
         while True:
             try:
                 calls = self._stream_answer()
@@ -203,7 +204,7 @@ class ChatLoop:
 
 
 def _extend(call: StreamedCall | None, part: Mapping[str, object]) -> StreamedCall:
-    """A call with one more piece of it."""
+    """A call extended by one more chunk."""
     function = part.get("function") or {}
     assert isinstance(function, Mapping)
     call = call or StreamedCall(str(part.get("id") or ""), "", "")

@@ -1,4 +1,4 @@
-"""What the chat writes and reads: a terminal with history and colours, or a pipe."""
+"""Input and output of the chat: a terminal with history and colours, or a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_HISTORY = 1000
 
 
 class ChatDisplay:
-    """Writes answers piece by piece. Reasoning and notes are shown on a terminal only, dimmed."""
+    """Writes answers chunk by chunk. Reasoning and notes are shown only on a terminal, dimmed."""
 
     def __init__(self, output: TextIO, notes: TextIO) -> None:
         """notes: where errors and notes go."""
@@ -49,7 +49,7 @@ class ChatDisplay:
         self._kind = ""
 
     def note(self, text: str) -> None:
-        """A line for the person, which no pipe gets."""
+        """Write a line for the user; not written to pipes."""
         if self.is_terminal and text:
             self._output.write(f"{_DIM}{text}{_PLAIN}\n" if self._has_colours else f"{text}\n")
             self._output.flush()
@@ -69,7 +69,7 @@ def read_terminal_line(prompt: str) -> str:
 
 
 def make_pipe_reader(source: TextIO) -> Callable[[str], str]:
-    """Reads lines without a prompt. They raise EOFError at the end."""
+    """Reads lines without a prompt. Raises EOFError at the end."""
 
     def read(prompt: str) -> str:
         line = source.readline()
@@ -81,7 +81,7 @@ def make_pipe_reader(source: TextIO) -> Callable[[str], str]:
 
 
 class LineHistory:
-    """Lines typed before, for the keys of readline; kept in a file of this user. A context manager."""
+    """The input history for readline, kept in a file of this user. A context manager."""
 
     def __init__(self, path: Path | None = None) -> None:
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -98,7 +98,7 @@ class LineHistory:
     def __exit__(self, *_: object) -> None:
         import readline
 
-        with contextlib.suppress(OSError):  # a home that cannot be written
+        with contextlib.suppress(OSError):  # the home directory is not writable
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             readline.write_history_file(self._path)
             self._path.chmod(0o600)

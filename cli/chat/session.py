@@ -23,7 +23,7 @@ A line that ends with \\ continues on the next one. Ctrl-C stops an answer."""
 
 
 class CommandError(Exception):
-    """A command that cannot be carried out; says why."""
+    """A command that cannot be run; the message says why."""
 
 
 class StreamedCall(NamedTuple):
@@ -40,7 +40,7 @@ class ChatSession:
         self.system = system
         self.fields: dict[str, Any] = dict(fields or {})
         self.messages: list[dict[str, Any]] = []
-        self.must_answer = False  # /retry: the last message has no answer
+        self.must_answer = False  # set by /retry: the last message has no answer
         self.is_over = False
         self._commands: dict[str, Callable[[str], str]] = {
             "help": lambda _: HELP,
@@ -79,15 +79,15 @@ class ChatSession:
         self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     def drop_unanswered(self) -> None:
-        """Forget what follows the last answer, after a request that failed."""
+        """Forget what follows the last answer, after a failed request."""
         while self.messages and self.messages[-1]["role"] in ("user", "tool"):
             self.messages.pop()
         if self.messages and self.messages[-1].get("tool_calls"):
-            self.messages.pop()  # calls without results are refused by templates
+            self.messages.pop()  # templates refuse calls without results
             self.drop_unanswered()
 
     def run_command(self, line: str) -> str:
-        """Carry out a line that begins with `/`. Returns what to show. Raises CommandError."""
+        """Run a line that begins with `/`. Returns what to show. Raises CommandError."""
         name, _, argument = line[1:].partition(" ")
         command = self._commands.get(name)
         if command is None:
@@ -95,7 +95,7 @@ class ChatSession:
         return command(argument.strip())
 
     def set_field(self, name: str, text: str) -> None:
-        """text: JSON, or a plain string if it is none. Raises CommandError."""
+        """text: JSON, or otherwise a plain string. Raises CommandError."""
         if name in ("messages", "stream", "model"):
             raise CommandError(f"{name} is set by the chat itself")
         try:

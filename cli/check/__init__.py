@@ -1,1 +1,1 @@
-"""`serve-llm check`: find out before serving whether one host, or several hosts together, can serve."""
+"""`serve-llm check`: find out in advance whether one host, or several hosts together, can serve."""

@@ -1,6 +1,6 @@
 """`serve-llm check`: check one host, or the communication between several. Exit code 0: no problem found.
 
-The command line starts it as a process of its own, `python -P -m serve_llm.cli.check ...`.
+The command line starts it as a separate process, `python -P -m serve_llm.cli.check ...`.
 """
 
 from __future__ import annotations

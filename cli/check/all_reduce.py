@@ -1,10 +1,10 @@
-"""An all-reduce over all hosts, as tensor-parallel ranks do it: whether the sums are exact, and how long they take.
+"""An all-reduce over all hosts, as tensor-parallel ranks run it: checks that sums are exact, and measures their time.
 
-Uses gloo with one rank per host, and NCCL with a rank for each GPU if every host has some; NCCL's log then names its
-transports. On a single host only NCCL has anything to do.
+Uses gloo with one rank per host, and NCCL with one rank per GPU if every host has GPUs; NCCL's log then names its
+transports. On a single host, only NCCL has anything to do.
 
-Runs as a process of its own (`collective.AllReduceProcess`): importing torch blocks all other threads for seconds, and
-a collective that hangs ends only with its process. It starts one more process for each GPU but the first. Opens a store
+Runs as a separate process (`collective.AllReduceProcess`): importing torch blocks all other threads for seconds, and a
+collective that hangs ends only with its process. It starts one more process for each GPU after the first. Opens a store
 on the address in argv and writes its port as a line; then reads an `AllReduceTask` and writes its list of
 `AllReduceResult`, each as a line of JSON.
 """
@@ -31,7 +31,7 @@ from serve_llm.common.errors import EngineError, OptionError
 from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store, create_store, gather_values
 
 LIMIT_SECONDS = 5.0
-NCCL_SECONDS = 60.0  # the first use of many GPUs takes long without persistence mode, and so does NCCL's start
+NCCL_SECONDS = 60.0  # without persistence mode, the first use of many GPUs takes long, and so does NCCL's start
 GPU_RANK = "--gpu-rank"  # instead of an address: run one GPU's part
 ODD_SIZES = (1, 7, 1023, 65_537)  # elements
 
@@ -158,7 +158,7 @@ def _measure(group: TorchGroup, backend: str, rank: int, device: str) -> AllRedu
 
 
 def _median_seconds(operation: Callable[[], torch.Tensor], times: int) -> float:
-    """Every host must run the same number of operations, so the number is fixed and not the time."""
+    """Every host must run the same number of operations, so their number is fixed rather than the time."""
     durations = []
     for _ in range(times):
         began = time.perf_counter()
@@ -180,7 +180,7 @@ def main() -> None:
         results = all_reduce(msgspec.json.decode(line, type=AllReduceTask))
         sys.stdout.write(msgspec.json.encode(results).decode() + "\n")
         sys.stdout.flush()
-    os._exit(0)  # a thread of torch may still wait for a host that is gone
+    os._exit(0)  # a torch thread may still be waiting for a host that is gone
 
 
 if __name__ == "__main__":

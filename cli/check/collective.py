@@ -14,7 +14,7 @@ LARGE_BYTES = 4 << 20  # a long prompt
 
 
 class AllReduceTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Where the hosts meet, and which of them this host is."""
+    """Where the hosts meet, and this host's rank."""
 
     address: str  # where node 0's store listens
     port: int
@@ -76,7 +76,7 @@ class AllReduceProcess:
         return msgspec.json.decode(line, type=list[AllReduceResult])
 
     def _read_line(self, seconds: float) -> str:
-        """The next line that the process writes; empty if it ends. When the time is over, it is killed."""
+        """The next line that the process writes; empty if it ends. It is killed when the time is over."""
         assert self._process.stdout is not None
         limit = threading.Timer(seconds, self._process.kill)
         limit.start()

@@ -1,4 +1,4 @@
-"""Derive from what the hosts measured what is wrong, why, and what to do. No input or output."""
+"""Derive problems, causes and remedies from what the hosts measured. No input or output."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _find_host_notes(report: HostReport, clock: float) -> list[str]:
 
 
 def _find_differences(reports: Sequence[HostReport]) -> list[str]:
-    """Hosts that differ from the first one; hosts without the model are reported already."""
+    """Hosts that differ from the first one; hosts without the model are already reported."""
     complete = [report for report in reports if not report.model_error]
     differences = []
     for report in complete[1:]:
@@ -153,7 +153,7 @@ def _find_pair_problems(results: Results, there: Reach, back: Reach) -> list[str
                 f"connections the other way work: the firewall of node {reach.target} closes the port; open all TCP "
                 "ports between the hosts"
             ]
-        if reach.failure:  # the system knows no route
+        if reach.failure:  # the system has no route
             return [
                 f"{pair}: no way to {target.address} ({target.interface}): {reach.failure}; is it in another network? "
                 f"Give node {reach.target} an address that all reach: --host-ip (SERVE_LLM_HOST_IP)"
@@ -164,7 +164,7 @@ def _find_pair_problems(results: Results, there: Reach, back: Reach) -> list[str
 
 
 def _explain_no_connection(results: Results, there: Reach, back: Reach) -> str:
-    """A TCP handshake needs both directions, so only datagrams tell which one is broken."""
+    """A TCP handshake needs both directions, so only datagrams show which one is broken."""
     pair = _describe_pair(results, there.source, there.target).replace("->", "<->")
     there_arrived = there.source in results.heard.get(there.target, ())
     back_arrived = back.source in results.heard.get(back.target, ())
@@ -219,7 +219,7 @@ def _find_collective_problems(collectives: Mapping[int, Sequence[AllReduceResult
 
 
 def size_text(count: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}"

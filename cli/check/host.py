@@ -19,7 +19,7 @@ from serve_llm.engine.gpu_software import explain_unusable_gpus, find_missing_co
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     name: str
-    address: str  # by which the other hosts reach it
+    address: str  # address at which the other hosts reach it
     interface: str  # with that address
     mtu: int  # the interface's, in bytes
     probe_port: int  # where its `probe.ProbeServer` listens

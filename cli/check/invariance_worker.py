@@ -1,7 +1,7 @@
 """Try each shape of linear layer of a model, as `kernels.invariance` does when the server starts, but with more rows.
 
-Runs as a process of its own (`invariance.check_invariance`), with the checkpoint's directory in argv; writes an
-`InvarianceReport` as JSON. Weights are random: the shape and the dtype alone decide which code runs.
+Runs as a separate process (`invariance.check_invariance`), with the checkpoint's directory in argv; writes an
+`InvarianceReport` as JSON. Weights are random: only the shape and the dtype decide which code runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from serve_llm.kernels.linear import Linear
 
 CPU = torch.device("cpu")
 MAX_MULTIPLICATIONS = 3 * 10**10  # in one call; limits the number of rows
-RANDOM_ROWS = 512  # per weight, then they repeat: random numbers take longer to make than to multiply
+RANDOM_ROWS = 512  # per weight, then they repeat: generating random numbers takes longer than multiplying them
 
 
 def try_layers(directory: str) -> InvarianceReport:

@@ -1,4 +1,4 @@
-"""Find NCCL's transports, between hosts and inside one, in its log (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH).
+"""Find NCCL's transports, between and within hosts, in its log (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH).
 
 The patterns match the lines of NCCL 2.18 to 2.31, src/transport/net.cc. Imports no torch.
 """
@@ -43,7 +43,7 @@ def find_transport(log: str) -> str:
 
 
 def find_local_transport(log: str) -> str:
-    """P2P or SHM: the slower one of all connections inside this host; empty if there are none."""
+    """P2P or SHM: the slowest of all connections inside this host; empty if there are none."""
     return max(_LOCAL_CONNECTION.findall(log), default="")
 
 

@@ -21,13 +21,13 @@ import msgspec
 from serve_llm.cli.check.host import HostReport
 
 CONNECT_SECONDS = 2.0  # two lost handshakes
-ANSWER_SECONDS = 5.0  # for a process without processor time, on a connection that is open
+ANSWER_SECONDS = 5.0  # on an open connection, for a process that gets no processor time
 EXCHANGE_SECONDS = 1.5
 LARGE_BYTES = 1 << 18  # more than any packet, so that full packets are sent
 _HEADER = struct.Struct("!QQ")
 _HELLO = struct.Struct("!I")
 _CHUNK = bytes(1 << 18)
-# Usual MTUs: jumbo frames, Ethernet, Ethernet less the headers of tunnels, and the least of IPv6 and IPv4.
+# Usual MTUs: jumbo frames, Ethernet, Ethernet minus tunnel headers, and the minimum of IPv6 and IPv4.
 _MTUS = (9000, 8900, 4000, 1500, 1480, 1450, 1400, 1280, 1000, 576)
 
 
@@ -52,7 +52,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeServer:
-    """Answers exchanges on a TCP port, and notes which ranks are heard over UDP on the same port. Its threads end with
+    """Answers exchanges on a TCP port and records which ranks are heard over UDP on the same port. Its threads end with
     the process."""
 
     def __init__(self, address: str) -> None:
@@ -102,7 +102,7 @@ class ProbeServer:
 
 
 def reach_all(source: HostReport, targets: Sequence[HostReport]) -> list[Reach]:
-    """Connect to all targets at the same time. Takes seconds only where something is wrong."""
+    """Connect to all targets at the same time. Takes seconds only if something is wrong."""
     if not targets:
         return []
     with ThreadPoolExecutor(len(targets)) as pool:
@@ -119,7 +119,7 @@ def _reach(source: HostReport, target: HostReport) -> Reach:
     for direction, sent, wanted in (("there", LARGE_BYTES, 1), ("back", 1, LARGE_BYTES)):
         if _passes(target, None, sent, wanted) or _passes(target, None, sent, wanted):
             continue
-        # Every usual size is tried at the same time, on a connection that keeps to it in both directions.
+        # All usual sizes are tried at the same time, each on a connection limited to that size in both directions.
         sizes = [size for size in _MTUS if size < source.mtu]
         with ThreadPoolExecutor(len(_MTUS)) as pool:
             passed = list(pool.map(lambda size: _passes(target, size, sent, wanted), sizes))  # noqa: B023

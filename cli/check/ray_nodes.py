@@ -1,7 +1,7 @@
 """The hosts of `serve-llm check --ray`: a Ray task on each other node of the cluster joins node 0, which is this host.
 
-Ray only starts the tasks; they join over the same channel as with --nnodes. Imports ray when it is used, because it may
-not be installed.
+Ray only starts the tasks; they join over the same channel as with --nnodes. Ray is imported on use, because it may not
+be installed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckRayCluster:
         _import("ray").shutdown()  # also ends the tasks
 
     def start_nodes(self, port: int, model: str | None, seconds: float, secret: str) -> None:
-        """Start the check on every other node, to join this host at `port`."""
+        """Start the check on every other node; each joins this host at `port`."""
         ray = _import("ray")
         strategies = _import("ray.util.scheduling_strategies")
         for rank, node in enumerate(self._nodes):
@@ -85,5 +85,5 @@ def _run_node(
 
 
 def _import(name: str) -> Any:
-    """A module of Ray, untyped: Ray may be missing where types are checked."""
+    """A Ray module, untyped: Ray may be missing where types are checked."""
     return import_module(name)

@@ -1,8 +1,8 @@
-"""How the hosts of a check meet: node 0 listens, the other nodes join, in any order of starting.
+"""How the hosts of a check meet: node 0 listens and the other nodes join; they may start in any order.
 
-Messages go over the encrypted channel that the server uses between hosts (`common.curve_zmq`), in TCP segments so small
-that they pass where larger ones are lost. A node that cannot connect sends UDP datagrams to the same port: whether
-node 0 receives them, and whether its answers return, tells a closed port from packets that are lost in one direction.
+Messages use the encrypted channel that the server uses between hosts (`common.curve_zmq`), in TCP segments so small
+that they pass where larger ones are lost. A node that cannot connect sends UDP datagrams to the same port: whether node
+0 receives them and whether its answers return distinguishes a closed port from packets that are lost in one direction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from serve_llm.common.curve_zmq import PING, CurveClient, Endpoint, format_url, 
 from serve_llm.common.errors import EngineError, OptionError, PeerLost
 
 SEGMENT_BYTES = 500  # every network carries packets of 576 bytes
-ANSWER_SECONDS = 400.0  # node 0 may still be examining its own host when a node joins
+ANSWER_SECONDS = 400.0  # node 0 may still be checking its own host when a node joins
 _RETRY_SECONDS = 0.2
 _PING_SECONDS = 0.5
 
@@ -55,12 +55,12 @@ def cluster_secret() -> str:
 
 
 class CheckRendezvous:
-    """Node 0's side. It listens from the start, so that nodes may join while node 0 examines its own host."""
+    """Node 0's side. It listens from the start, so that nodes may join while node 0 checks its own host."""
 
     def __init__(self, address: str, port: int, nnodes: int, seconds: float, secret: str = "") -> None:
         """seconds: the limit for all nodes to join. port 0: any. Raises OptionError if the port is taken."""
         self.reports: dict[int, HostReport] = {}  # by rank, for nodes that have joined
-        self.lost: dict[int, str] = {}  # why a node that had joined does not answer any more, by rank
+        self.lost: dict[int, str] = {}  # why a node that had joined no longer answers, by rank
         self._peers: dict[int, bytes] = {}
         self._nnodes = nnodes
         self._seconds = seconds
@@ -102,16 +102,16 @@ class CheckRendezvous:
         return {rank: self._explain_absence(rank) for rank in range(1, self._nnodes) if rank not in self.reports}
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send to a node; note it in `lost` if it is gone."""
+        """Send to a node; record it in `lost` if it is gone."""
         if rank not in self.lost and not send(self._socket, self._peers[rank], message):
             self.drop(rank, "has ended")
 
     def drop(self, rank: int, reason: str) -> None:
-        """Count a node as lost, unless it is already. reason: what it did, as a verb phrase."""
+        """Record a node as lost, unless it is already. reason: what it did, as a verb phrase."""
         self.lost.setdefault(rank, f"node {rank} ({self.reports[rank].name}) {reason}")
 
     def collect(self, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
-        """The next message of each of these nodes, by rank; a node that does not answer in time is noted in `lost`."""
+        """The next message of each of these nodes, by rank; nodes that do not answer in time are recorded in `lost`."""
         deadline = time.monotonic() + seconds
         ranks_of_peers = {peer: rank for rank, peer in self._peers.items()}
         messages: dict[int, bytes] = {}
@@ -218,7 +218,7 @@ def _wait_for_connection(
         while not line.connected:
             if frame := line.receive(_RETRY_SECONDS):
                 return frame
-            with contextlib.suppress(OSError):  # nothing has arrived, or nothing listens there yet
+            with contextlib.suppress(OSError):  # nothing has arrived, or nothing is listening there yet
                 datagrams.send(msgspec.json.encode(knock))
                 knock = msgspec.structs.replace(knock, answered=bool(datagrams.recv(512)))
             if time.monotonic() > deadline and not line.connected:

@@ -19,7 +19,7 @@ from serve_llm.common.errors import EngineError, PeerLost
 CONNECT_SECONDS = 15.0
 LOAD_SECONDS = 60.0  # torch from a slow disk
 MEASURE_SECONDS = 10.0
-REDUCE_SECONDS = 150.0  # NCCL may take most
+REDUCE_SECONDS = 150.0  # NCCL may take most of it
 MARGIN_SECONDS = 5.0  # for messages, beyond the limit of the task itself
 NOT_UNDERSTOOD = "node 0 sends what this node does not understand: is it the same version of serve-llm?"
 
@@ -35,7 +35,7 @@ class ConnectTask(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadTask(msgspec.Struct, frozen=True, tag=True):
-    """Wait until torch is imported: a busy host would distort the next measurements."""
+    """Wait until torch is imported; a busy host would distort the next measurements."""
 
 
 class SpeedTask(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +52,7 @@ class Verdict(msgspec.Struct, frozen=True, tag=True):
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host found; fields that the task is not about keep their defaults."""
+    """What a host found; fields that do not concern the task keep their defaults."""
 
     time: float = 0.0  # seconds since the epoch
     reaches: list[probe.Reach] = []
@@ -126,7 +126,7 @@ def follow(host: CheckedHost, master: str, port: int, nnodes: int, seconds: floa
 
 
 class NodeGroup(Protocol):
-    """The other nodes, as `rendezvous.CheckRendezvous` reaches them."""
+    """The other nodes, reached through `rendezvous.CheckRendezvous`."""
 
     reports: dict[int, HostReport]
     lost: dict[int, str]
@@ -169,7 +169,7 @@ class Coordinator:
         return verdict
 
     def _compare_clocks(self, results: Results) -> None:
-        """A clock's offset is its reading against the middle of the round trip."""
+        """A clock's offset is its reading minus the middle of the round trip."""
         for rank in self._group.reports:
             began = time.time()
             for result in self._run({rank: ClockTask()}, 0.0).values():
@@ -182,7 +182,7 @@ class Coordinator:
             results.heard[rank] = result.heard
 
     def _measure_speeds(self, results: Results) -> None:
-        """In each round every host measures to one other host, and is measured by one."""
+        """In each round, every host measures one other host and is measured by one."""
         size = len(results.hosts)
         for shift in range(1, size):
             tasks = {rank: SpeedTask((rank + shift) % size) for rank in range(size)}

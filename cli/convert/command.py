@@ -1,7 +1,7 @@
-"""`serve-llm convert MODEL -o DIR`: write a checkpoint of pytorch_model*.bin files, or an adapter of adapter_model.bin,
-anew, with safetensors.
+"""`serve-llm convert MODEL -o DIR`: convert a checkpoint of pytorch_model*.bin files, or an adapter in
+adapter_model.bin, to safetensors.
 
-No file is unpickled in this process: each is read by a `worker`, which is restricted to that.
+No file is unpickled in this process: a `worker`, which can do nothing else, reads each file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DESCRIPTION = (
 )
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 INDEX = "model.safetensors.index.json"
-SECONDS, BYTES_PER_SECOND = 120, 10 << 20  # the least time for a file, and the slowest pace beyond it
+SECONDS, BYTES_PER_SECOND = 120, 10 << 20  # the minimum time for a file, and the slowest pace beyond it
 VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "TMPDIR")  # no tokens, no proxies
 
 
@@ -63,7 +63,7 @@ def create_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _create_directory(output: Path) -> Iterator[Path]:
-    """A directory to write to, which becomes `output` at the end of the block. Raises ModelError."""
+    """Yield a directory to write to, which becomes `output` at the end of the block. Raises ModelError."""
     making = output.with_name(f"{output.name}.partial")
     shutil.rmtree(making, ignore_errors=True)
     try:
@@ -113,7 +113,7 @@ def convert_adapter(directory: Path, making: Path) -> None:
 
 
 def _read_bin_index(directory: Path) -> dict[str, str]:
-    """Tensor -> its file; empty if there is one file only."""
+    """Tensor -> its file; empty if there is only one file."""
     if (directory / BIN_SINGLE).is_file():
         return {}
     path = directory / BIN_INDEX

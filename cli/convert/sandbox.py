@@ -1,6 +1,6 @@
-"""Restricts this process before it reads a file from strangers: no network, no programs, bounded memory and time.
+"""Restricts this process before it reads an untrusted file: no network, no programs, limited memory and time.
 
-Linux only: seccomp, which needs no privileges, and resource limits. What is set cannot be undone.
+Linux only: seccomp, which needs no privileges, and resource limits. The restrictions cannot be undone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _writev, io_uring_setup, pidfd_getfd."""
 SET_MODE_FILTER = 1
 ALL_THREADS = 1
 NO_NEW_PRIVILEGES = 38
-OTHER_ABI = 0x40000000  # x86_64 has its calls once more from this number on
+OTHER_ABI = 0x40000000  # from this number on, x86_64 repeats its calls
 LOAD = 0x20
 EQUALS = 0x15
 AT_LEAST = 0x35
@@ -42,7 +42,7 @@ class _Program(ctypes.Structure):
 
 
 def restrict(memory: int, seconds: int, file_bytes: int) -> None:
-    """memory: bytes of address space that the process may take in addition. seconds: of the processor. file_bytes: of
+    """memory: additional bytes of address space that the process may take. seconds: processor time. file_bytes: size of
     each file that it writes. Raises SandboxError."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for kind, limit in (

@@ -1,10 +1,10 @@
-"""Reads one pytorch_model*.bin and writes its tensors as safetensors. `command` runs it as a process of its own.
+"""Reads one pytorch_model*.bin and writes its tensors as safetensors. `command` runs it as a separate process.
 
 This is the only place where a pickle is read: by torch.load(weights_only=True), which builds tensors and nothing else,
 in a process that can neither reach the network nor start programs (`sandbox`).
 
-Arguments: the file, how the names of the files to write begin, seconds. Writes one JSON object to stdout, file -> names
-of its tensors with their bytes, or one line that says what is wrong to stderr (exit code 3).
+Arguments: the file, the prefix of the output files' names, seconds. Writes to stdout one JSON object, file -> names of
+its tensors with their bytes, or to stderr one line that says what is wrong (exit code 3).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from serve_llm.cli.convert.sandbox import SandboxError, restrict
 
-FILE_BYTES = 2 << 30  # tensors in one file that is written, unless one tensor is larger
-SPARE_BYTES = 2 << 30  # memory for all but tensors
+FILE_BYTES = 2 << 30  # bytes of tensors per output file, unless one tensor is larger
+SPARE_BYTES = 2 << 30  # memory for everything except tensors
 DTYPES = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float64}
     | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
@@ -36,7 +36,7 @@ class BinFileError(Exception):
 def main(path: Path, prefix: str, seconds: int) -> int:
     size = path.stat().st_size
     try:
-        # The mapped file, one file of tensors and its bytes; an old file is not mapped but read.
+        # The mapped file, one output file and its bytes; an old file is read instead of mapped.
         restrict(2 * size + 2 * min(size, FILE_BYTES) + SPARE_BYTES, seconds, size + (1 << 20))
         written = {}
         for number, tensors in enumerate(divide(read_tensors(path))):
@@ -56,10 +56,10 @@ def main(path: Path, prefix: str, seconds: int) -> int:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors by name, on the CPU. Raises BinFileError."""
     with path.open("rb") as file:
-        is_archive = file.read(2) == b"PK"  # as torch 1.6 and later write it
+        is_archive = file.read(2) == b"PK"  # the format of torch 1.6 and later
     try:
         content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # a damaged file may raise anything
         text = " ".join(str(error).split())
         if (refused := re.search(r"GLOBAL (\S+)", text)) is not None:
             raise BinFileError(f"it holds more than tensors: it asks for {refused[1]}, which is not run") from None

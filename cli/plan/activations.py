@@ -1,4 +1,4 @@
-"""Estimate the memory that one step of the largest size takes besides weights and KV cache. Imports no torch.
+"""Estimate the memory that the largest step takes in addition to weights and KV cache. Imports no torch.
 
 Follows the parts of a step (`model/*`, `kernels/*`) in order, adds up the tensors that are alive at the same time,
 and takes the maximum. Leaves out small vectors (ids, positions, one number per row) and NumPy arrays.
@@ -22,7 +22,7 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 ROUTING_BYTES = 20  # per chosen expert: its weight, its number and its position in the order of the experts
 KEY_TILE = 128  # keys per tile, as in `kernels.attention`
 QUERY_TILE = 64
-# Head sizes with compiled attention, which allocates its result alone, as in `kernels.cpu.library`.
+# Head sizes with compiled attention, which allocates only its result, as in `kernels.cpu.library`.
 COMPILED_HEAD_DIMS = range(16, 257, 8)
 COMPILED_LATENT_DIMS = range(16, 1025, 8)
 # Float32 copies alive at the same time in the portable activation kernels.
@@ -45,8 +45,8 @@ class LargestStep:
 
     @classmethod
     def from_config(cls, config: Config, element: int) -> LargestStep:
-        """On a CPU, all sequences decode and as few prompts as possible take the other tokens; on a GPU, the step with
-        which `Worker` measures its memory."""
+        """On a CPU, all sequences decode and as few prompts as possible take the remaining tokens; on a GPU, the step
+        with which `Worker` measures its memory."""
         if config.device == "cuda":
             tokens = min(config.max_num_batched_tokens, config.max_model_len - 1)
             sampled = min(config.max_num_seqs, tokens)
@@ -61,7 +61,7 @@ class LargestStep:
         return elements * FLOAT32_BYTES if self.element != FLOAT32_BYTES else 0
 
     def linear(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
-        """The peak of a linear layer inside a layer, its result included, and the result alone."""
+        """The peak of a linear layer inside a layer, including its result, and the result alone."""
         return (self.linear_8_bit if self.is_8_bit else self.plain_linear)(rows, inputs, outputs)
 
     def linear_8_bit(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
@@ -111,11 +111,11 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
 def _layer_peak(
     step: LargestStep, layer: LayerSpec, group: GroupLayout, hidden_size: int, shard: Shard, ffn_tokens: int
 ) -> int:
-    """ffn_tokens: tokens of which the feed-forward half is computed; in the last layer only those that are sampled.
-    (All tokens of a prompt whose log-probabilities are requested are not counted.)"""
+    """ffn_tokens: tokens for which the feed-forward half is computed; in the last layer, only those that are sampled.
+    (This does not count prompts whose log-probabilities are requested, where it is all tokens.)"""
     row = hidden_size * step.element
     norm_position = layer.norm_position
-    # The decoder keeps the hidden states from before the layer until the layer is done, and their norm if there is one.
+    # The decoder keeps the hidden states from before the layer, and their norm if any, until the layer is done.
     copies = 1 if norm_position in ("post", "output") else 2
     hidden = copies * step.tokens * row
     if isinstance(layer.attention, MLASpec):
@@ -143,7 +143,7 @@ def _layer_peak(
 
 
 def _add_and_norm_peak(step: LargestStep, norm: NormSpec, elements: int) -> int:
-    """The bytes of the sum of two tensors and of its norm, without the two tensors. elements: of each tensor."""
+    """The bytes of the sum of two tensors and its norm, without the two tensors. elements: of each tensor."""
     size = elements * step.element
     if norm.kind == "layer":
         return 2 * size
@@ -151,7 +151,7 @@ def _add_and_norm_peak(step: LargestStep, norm: NormSpec, elements: int) -> int:
 
 
 def _rms_norm_peak(step: LargestStep, elements: int) -> int:
-    """A norm in torch operations, its result included."""
+    """A norm in torch operations, including its result."""
     return step.float32_copy(elements) + elements * FLOAT32_BYTES + elements * step.element
 
 
@@ -174,9 +174,9 @@ def _mlp_peak(
 
 
 def _moe_peak(step: LargestStep, moe: MoESpec, hidden_size: int, shard: Shard, rows: int) -> int:
-    """The worst case, in which one expert gets all tokens, those of other expert-parallel engines included.
+    """The worst case, in which one expert gets all tokens, including those of other expert-parallel engines.
 
-    A CPU, and a GPU in 8 bits, computes one expert at a time; a GPU otherwise computes all experts together.
+    A CPU, or a GPU in 8 bits, computes one expert at a time; otherwise, a GPU computes all experts together.
     """
     output = rows * hidden_size * step.element
     float32_output = step.float32_copy(rows * hidden_size)
@@ -195,7 +195,7 @@ def _moe_peak(step: LargestStep, moe: MoESpec, hidden_size: int, shard: Shard, r
         experts_peak = _mlp_peak(step, moe.expert, hidden_size, intermediate_size, outputs_per_token * rows)
         peak = max(experts_peak, expert_outputs + output)
     if engines > 1:
-        sent = top_k * output  # rows for the experts of all engines; as many results come back
+        sent = top_k * output  # rows for the experts of all engines; the same number of results returns
         peak = max(expert_outputs + peak, sent + expert_outputs, 3 * sent)
     peak += top_k * rows * ROUTING_BYTES
     if moe.router.scales_inputs:
@@ -230,7 +230,7 @@ def _mla_peak(step: LargestStep, mla: MLASpec, group: GroupLayout, hidden_size: 
     mixed = absorbed
     tile = 0
     if not step.compiled_attention:
-        mixed = query  # whole latent rows; the values are a part of them
+        mixed = query  # whole latent rows; the values are part of them
         tile = _tile_peak(step, group, 1, min(tokens - step.singles, QUERY_TILE), num_heads, 1, mla.head_dim, parts=1)
         if step.singles:
             tile = max(tile, _tile_peak(step, group, step.singles, 1, num_heads, 1, mla.head_dim, parts=1))
@@ -240,8 +240,8 @@ def _mla_peak(step: LargestStep, mla: MLASpec, group: GroupLayout, hidden_size: 
 
 
 def _delta_net_peak(step: LargestStep, mixer: DeltaNetSpec, hidden_size: int, shard: Shard) -> int:
-    """Of the compiled kernel on a CPU. On a GPU, where a sequence's tokens are computed one after the other, of one
-    that takes the whole step."""
+    """The peak of the compiled kernel on a CPU. On a GPU, which computes a sequence's tokens one after the other, the
+    peak of a sequence that takes the whole step."""
     head_share = shard.attention(mixer)
     tokens = step.tokens
     heads = len(head_share.heads)
@@ -331,7 +331,7 @@ def _norm_and_rope_peak(
 
 
 def _max_heads_per_kv_head(own: HeadShare, group_size: int) -> int:
-    """The most query heads of this rank that share a KV head."""
+    """The largest number of this rank's query heads that share a KV head."""
     first = min(group_size - own.before, len(own.heads))
     return group_size if len(own.kv_heads) > 2 else max(first, len(own.heads) - first)
 
@@ -355,7 +355,7 @@ def _tile_peak(
     query_elements = sequences * rows * group_heads * kv_heads * head_dim
     padded_rows = round_up(rows * group_heads, 16)
     padded_dim = round_up(head_dim, 16)
-    folded = matrices * padded_rows * padded_dim * FLOAT32_BYTES  # queries, and as large the sums
+    folded = matrices * padded_rows * padded_dim * FLOAT32_BYTES  # queries, and sums of the same size
     tile = parts * matrices * tile_length * padded_dim * FLOAT32_BYTES
     scores = matrices * padded_rows * tile_length * FLOAT32_BYTES
     gathered = matrices * tile_length * (parts * step.cache.num_bytes(head_dim) + step.cache.scale_bytes)
@@ -365,16 +365,16 @@ def _tile_peak(
         scores + 3 * folded,
         scores + 2 * folded + query_elements * (FLOAT32_BYTES + step.element),
     )
-    if step.context > tile_length:  # with a second tile, the scores and sums of the first are still alive
+    if step.context > tile_length:  # during a second tile, the scores and sums of the first are still alive
         peak = max(peak, gathered + scores + folded, 2 * scores + folded)
     return query_elements * step.element + 2 * folded + tile + block_table + peak
 
 
 def _logits_peak(step: LargestStep, spec: ModelSpec, shard: Shard) -> int:
-    """The head over the sampled rows, and their hidden states; for requests with default sampling parameters.
+    """The head over the sampled rows, and their hidden states, for requests with default sampling parameters.
 
-    On a CPU logits stay in the head's dtype; penalties and the like would take a float32 copy. In a tensor-parallel
-    group every rank gathers whole rows; on a CPU its own rows are selected before that.
+    On a CPU, logits stay in the head's dtype; penalties and the like would need a float32 copy. In a tensor-parallel
+    group, every rank gathers whole rows; on a CPU, its own rows are selected before that.
     """
     hidden = step.sampled * spec.hidden_size * step.element
     normed = 0 if spec.final_norm is None else hidden

@@ -81,7 +81,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Options, HardwareOptions, bool, bool]:
-    """The server's options, the hardware options, whether the layout is stated, and whether --json was given.
+    """The server's options, the hardware options, whether the layout is given, and whether --json was given.
 
     Raises OptionError.
     """
@@ -148,7 +148,7 @@ def _describe_hardware(plan: MemoryPlan) -> str:
 
 
 def _format_table(plan: LayoutPlan) -> list[str]:
-    """One line for consecutive ranks that hold the same."""
+    """One line for consecutive ranks that hold the same amounts."""
     rows: list[tuple[str, ...]] = [
         ("rank", "layers", "heads", "KV heads", "weights", "step", "KV cache", "total", "room")
     ]
@@ -161,7 +161,7 @@ def _format_table(plan: LayoutPlan) -> list[str]:
 
 
 def _format_rank(rank: RankPlan) -> tuple[str, ...]:
-    """The cells of the rank's row, except its number."""
+    """The cells of the rank's row, except the rank number."""
     sizes = (rank.weights + rank.adapters + rank.draft_model, rank.activations, rank.kv_cache, rank.total, rank.room)
     return (str(len(rank.layers)), str(rank.heads), str(rank.kv_heads), *map(size_text, sizes))
 

@@ -1,4 +1,4 @@
-"""Predict the memory that a draft model takes beside rank 0. Imports no torch."""
+"""Predict the memory that a draft model takes in addition to rank 0. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 
 
 def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, object], memory: int) -> int:
-    """Bytes of the draft model that the options name, its KV cache included; 0 without one.
+    """Bytes of the draft model that the options name, including its KV cache; 0 without one.
 
     config, raw: the served model's settings and config.json. memory: bytes of the device. Raises ModelError and
     OptionError if the server refuses the draft model.
@@ -42,14 +42,14 @@ def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, 
 
 
 def _have_tokenizers(options: EngineOptions, config: Config, draft_directory: Path) -> bool:
-    """Whether the tokenizers of both models are there: of a model on the Hub, only config.json is read."""
+    """Whether the tokenizers of both models are available: for a model on the Hub, only config.json is read."""
     if options.tokenizer is not None or not config.directory:
         return False
     return all((path / "tokenizer.json").is_file() for path in (Path(config.directory), draft_directory))
 
 
 def _count_mtp_bytes(mtp: MTPSpec, element_bytes: int, device: str) -> int:
-    """Bytes of the layer, the embedding, the LM head and the final norm, and of what a decoder layer does not have."""
+    """Bytes of the layer, the embedding, the LM head, the final norm, and the parts that a decoder layer lacks."""
     shard = Shard(ParallelLayout(), 0, range(mtp.layer, mtp.layer + 1))
     width = mtp.model.hidden_size
     norms_and_projection = 3 * width + 2 * width * width
@@ -57,12 +57,12 @@ def _count_mtp_bytes(mtp: MTPSpec, element_bytes: int, device: str) -> int:
 
 
 def _count_other_bytes(spec: ModelSpec, eagle: EagleSpec, element_bytes: int) -> int:
-    """Bytes of an EAGLE-3 head that a decoder of one layer does not have, less those that it has and a head has not."""
+    """Bytes of an EAGLE-3 head that a one-layer decoder lacks, minus those that the decoder has and the head lacks."""
     width = spec.hidden_size
     attention = spec.layers[0].attention
     assert isinstance(attention, AttentionSpec)
     num_heads = attention.num_heads + 2 * attention.num_kv_heads
-    embeddings = num_heads * attention.head_dim * width  # their part of what queries, keys and values are made from
+    embeddings = num_heads * attention.head_dim * width  # their part of the input of queries, keys and values
     fused = NUM_STATES * eagle.target_hidden_size * width
     unused = (spec.vocab_size - eagle.draft_vocab_size) * width
     return (embeddings + fused + width - unused) * element_bytes

@@ -1,4 +1,4 @@
-"""The hardware that `serve-llm plan` plans for: its command-line options, the memory of common GPUs, and what follows.
+"""The hardware that `serve-llm plan` plans for: command-line options, memory of common GPUs, and derived values.
 
 Torch-free.
 """
@@ -72,7 +72,7 @@ def _parse_gpu(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
-    """The options that `serve-llm plan` adds to the server's own."""
+    """The options that `serve-llm plan` adds to the server's."""
 
     gpu: str | None = option(None, _parse_gpu, f"GPU model: {', '.join(GPU_MODELS)}", metavar="NAME")
     gpus_per_node: int | None = option(None, int_between(1, 1024), "GPUs per machine (default: 8)")
@@ -102,7 +102,7 @@ class Hardware:
 
 
 def choose_device(options: EngineOptions, hardware: HardwareOptions) -> str:
-    """ "cpu" or "cuda", by the server's rule, from the hardware options instead of this machine."""
+    """ "cpu" or "cuda", by the server's rule, but from the hardware options instead of this machine."""
     describes_gpu = bool(hardware.gpu or hardware.memory)
     if hardware.gpu and hardware.memory:
         raise OptionError("--gpu and --memory both say how much memory there is; give one of them")

@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from serve_llm.engine.model.quantization_spec import GroupedForm
 
 FLOAT32_BYTES = 4
-# `kernels.cpu.linear` packs weights for AVX-512 in panels of 16 outputs and 4-byte units of inputs, beside a float32
-# bias, and for int8 a scale and a sum of 4 bytes per output. Other processors pad less; only tiny models notice.
+# `kernels.cpu.linear` packs weights for AVX-512 in panels of 16 outputs and 4-byte units of inputs, with a float32
+# bias and, for int8, a scale and a sum of 4 bytes per output. Other processors pad less, which only matters for tiny
+# models.
 PANEL_OUTPUTS = 16
 UNIT_BYTES = 4  # rows are read in whole units
 SCALE_BYTES = 4
 INDEX_BYTES = 8  # the order of inputs
 TABLE_BYTES = 64  # 16 float32
 WORD_BITS = 32
-SLAB_INPUTS = 64  # `kernels.triton.grouped` fills rows up to whole slabs; two of them share bytes with 4 bits
-FP8_MULTIPLE = 16  # `kernels.linear_fp8` pads outputs and inputs to multiples of it
+SLAB_INPUTS = 64  # `kernels.triton.grouped` pads rows to whole slabs; with 4 bits, two of them share bytes
+FP8_MULTIPLE = 16  # `kernels.linear_fp8` pads outputs and inputs to multiples of this
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How a linear layer's weight is held in groups."""
+    """How a linear layer's weight is stored in groups."""
 
-    count: int  # groups of a row
+    count: int  # groups per row
     form: GroupedForm
     offset: int  # inputs of the first group that the rank lacks
 
@@ -36,7 +37,8 @@ class Groups:
 
 
 def find_groups(form: GroupedForm | None, inputs: int, first: int, is_part: bool, device: str) -> Groups | None:
-    """None if a rank holds its inputs, from `first` on, in the model's dtype: see `kernels.cpu.linear_grouped`.
+    """The groups; None if a rank holds its inputs, from `first` on, in the model's dtype: see
+    `kernels.cpu.linear_grouped`.
 
     is_part: whether other ranks hold other inputs."""
     if form is None or inputs == 0 or (form.has_order and is_part):
@@ -71,7 +73,7 @@ class LinearWeight:
         return self.outputs * self.inputs * element_bytes + bias
 
     def held_bytes(self, element_bytes: int, device: str, fp8: bool) -> int:
-        """fp8: what is in 8 bits without groups is so by `kernels.linear_fp8`."""
+        """fp8: whether `kernels.linear_fp8` holds what is in 8 bits without groups."""
         if self.float32:
             element_bytes = FLOAT32_BYTES
         if self.outputs * self.inputs == 0:
@@ -101,10 +103,10 @@ class LinearWeight:
 
 @dataclass(frozen=True)
 class TableWeight(LinearWeight):
-    """The LM head, or an embedding that is held like one. In 8 bits without groups, it is quantised while loading."""
+    """The LM head, or an embedding stored like one. In 8 bits without groups, it is quantised while loading."""
 
-    is_read: bool = True  # False: its numbers were read as the embedding's
-    is_copy: bool = True  # False: it has no memory beside the embedding's
+    is_read: bool = True  # False: its numbers are read as the embedding's
+    is_copy: bool = True  # False: it shares the embedding's memory
 
     def loaded_bytes(self, element_bytes: int, in_checkpoint: bool) -> int:
         bias = self.outputs * element_bytes if self.bias else 0
@@ -124,7 +126,7 @@ class OtherWeight:
 
     elements: int
     float32: bool = False  # whatever the model's dtype
-    in_checkpoint: bool = True  # False: made while loading
+    in_checkpoint: bool = True  # False: created while loading
 
     def loaded_bytes(self, element_bytes: int, in_checkpoint: bool) -> int:
         return self.held_bytes(element_bytes, "", False) if self.in_checkpoint else 0

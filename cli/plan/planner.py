@@ -35,8 +35,8 @@ from serve_llm.engine.worker.kv_cache import CacheLayout
 logger = logging.getLogger(__name__)
 
 CUDA_CONTEXT_BYTES = 600 << 20  # estimate: memory that CUDA and its libraries take outside torch's allocator
-MOST_RANKS = 512  # an engine that would have more is not planned
-MAX_NODES_TRIED = 16  # when looking for the number of machines that would hold the model
+MOST_RANKS = 512  # engines with more are not planned
+MAX_NODES_TRIED = 16  # when searching for the number of machines that would hold the model
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class RankPlan:
     heads: int
     kv_heads: int
     weights: int
-    adapters: int  # that LoRA adapters may take
-    draft_model: int  # weights and KV cache of the draft model, which runs beside rank 0
+    adapters: int  # reserved for LoRA adapters
+    draft_model: int  # weights and KV cache of the draft model, which runs on rank 0's device
     activations: int  # in the largest step
     kv_cache: int
-    room: int  # memory that this rank may use
+    room: int  # bytes that this rank may use
 
     @property
     def total(self) -> int:
@@ -65,11 +65,11 @@ class LayoutPlan:
 
     layout: ParallelLayout
     ranks: tuple[RankPlan, ...]
-    cache: CacheLayout  # the first rank's, with the number of blocks that every rank has room for
+    cache: CacheLayout  # the first rank's, with the number of blocks for which every rank has room
     blocks_per_request: int  # for a request of full length
     cache_tokens: int
     concurrency: float  # requests of full length that run at the same time
-    missing_bytes: int  # on the rank that lacks most; 0 if its memory suffices
+    missing_bytes: int  # on the rank that lacks the most; 0 if its memory suffices
     missing_for: str  # what `missing_bytes` counts, for messages
     missing_devices: int  # for the ranks of all data-parallel engines
 
@@ -80,15 +80,15 @@ class LayoutPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The answer of `make_plan`."""
+    """The result of `make_plan`."""
 
     config: Config
     spec: ModelSpec
     hardware: Hardware
-    chosen: LayoutPlan  # for the requested sizes; without any, the suggestion, or the largest layout if nothing fits
+    chosen: LayoutPlan  # for the requested sizes; otherwise the suggestion, or the largest layout if nothing fits
     suggested: LayoutPlan | None  # None if nothing fits
-    reason: str  # for the suggestion, or for its absence
-    nodes_needed: int | None  # machines of this kind that would hold the model, if these do not
+    reason: str  # why it is suggested, or why nothing is
+    nodes_needed: int | None  # number of such machines that would hold the model, if these do not
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Planner:
     spec: ModelSpec
     config: Config
     hardware: Hardware
-    draft_bytes: int = 0  # what the draft model takes
+    draft_bytes: int = 0  # taken by the draft model
 
     def plan_layout(
         self,
@@ -171,7 +171,7 @@ class _Planner:
         )
 
     def _describe_cache_limit(self, request: str) -> str:
-        """What is short if the KV cache alone is. request: one request of full length, in words."""
+        """What is short if only the KV cache is. request: one full-length request, in words."""
         if self.config.kv_cache_memory:
             return f"{request}, of which --kv-cache-memory holds less"
         if self.config.device == "cpu":
@@ -181,7 +181,7 @@ class _Planner:
     def _size_cache(
         self, weights: int, step: int, blocks_per_request: int, empty: CacheLayout, layout: ParallelLayout
     ) -> tuple[int, int]:
-        """Bytes of one rank's KV cache and all bytes that the rank may use, by the rules of `Worker`."""
+        """Bytes of one rank's KV cache, and all bytes that the rank may use, by the rules of `Worker`."""
         config, memory = self.config, self.hardware.memory
         if config.device == "cpu":
             local_ranks = -(-layout.size * config.data_parallel_size // self.hardware.nodes)
@@ -199,7 +199,7 @@ class _Planner:
         """The layouts that vLLM's "Parallelism and Scaling" recommends, smallest first, each with its reason.
 
         One GPU if the model fits; tensor parallel within a node; tensor parallel within each node and pipeline parallel
-        over nodes; pipeline parallel alone where the GPUs of a node do not divide the heads or have no NVLink.
+        across nodes; only pipeline parallel if the GPUs of a node do not divide the heads or have no NVLink.
         """
         hardware, num_layers = self.hardware, len(self.spec.layers)
         device = "machine" if self.config.device == "cpu" else "GPU"
@@ -232,19 +232,19 @@ class _Planner:
         return layout.size * self.config.data_parallel_size
 
     def has_devices(self, layout: ParallelLayout) -> bool:
-        """Whether there are devices for the ranks of all data-parallel engines. A CPU takes any number of ranks."""
+        """Whether there are devices for the ranks of all data-parallel engines. A CPU can hold any number of ranks."""
         return self.config.device == "cpu" or self._count_devices(layout) <= self.num_devices
 
     def _is_recommended(self, layout: ParallelLayout) -> bool:
-        """Whether there are devices, those of each stage on one machine, and the engine takes the layout."""
+        """Whether there are devices, with each stage on one machine, and the engine accepts the layout."""
         if self.config.enable_expert_parallel and layout.tp_size * self.config.data_parallel_size == 1:
-            return False  # no ranks to divide experts among
+            return False  # there are no ranks among which to divide experts
         stages = layout.pp_size * self.config.data_parallel_size
         per_node = self.hardware.ranks_per_node // layout.tp_size
         return self.has_devices(layout) and (self.config.device == "cpu" or stages <= self.hardware.nodes * per_node)
 
     def suggest(self) -> tuple[LayoutPlan | None, LayoutPlan, str]:
-        """The first candidate that fits, the last candidate that there are devices for, and the reason."""
+        """The first candidate that fits, the last candidate for which there are devices, and the reason."""
         whole = self.plan_layout(ParallelLayout())
         (single,) = whole.ranks
         request_bytes = replace(whole.cache, num_blocks=whole.blocks_per_request).num_bytes
@@ -274,7 +274,7 @@ def make_plan(
     directory: Path | None = None,
     states_layout: bool = False,
 ) -> MemoryPlan:
-    """As `build_plan`, with warnings about what the plan takes for granted."""
+    """Like `build_plan`, with warnings about the plan's assumptions."""
     plan = build_plan(options, hardware_options, raw, directory, states_layout)
     if options.allow_unknown_config:
         logger.warning("%s", describe_ignored_keys(options.allow_unknown_config))
@@ -293,8 +293,8 @@ def build_plan(
     directory: Path | None = None,
     states_layout: bool = False,
 ) -> MemoryPlan:
-    """raw: config.json. directory: the checkpoint, if its weights may be there. states_layout: whether the user gave
-    --tensor-parallel-size or --pipeline-parallel-size, even if it is 1. Raises OptionError for options that conflict,
+    """raw: config.json. directory: the checkpoint, if it may contain weights. states_layout: whether the user gave
+    --tensor-parallel-size or --pipeline-parallel-size, even as 1. Raises OptionError for conflicting options,
     ModelError for a model that cannot be served."""
     if options.model_impl == "transformers":
         raise OptionError(
@@ -325,7 +325,7 @@ def build_plan(
     )
     spec = apply_engine_config(spec, config)
     if config.max_loras:
-        find_served_targets(config, spec, weights)  # raises where the server refuses adapters
+        find_served_targets(config, spec, weights)  # raises if the server refuses adapters
     hardware = resolve_hardware(hardware_options, device, config)
     planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, raw, hardware.memory))
     suggested, last, reason = planner.suggest()

@@ -1,4 +1,4 @@
-"""What would make a model fit that does not: each remedy has been planned, and fits when it is followed."""
+"""What would make a model fit. Each remedy has been planned and fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve_llm.engine.worker.kv_cache import size_text
 PlanAgain = Callable[[EngineOptions, HardwareOptions, bool], MemoryPlan]
 """Plan with these options and hardware; the last argument is `states_layout` of `build_plan`. Raises ServeError."""
 MAX_LENGTHS_TRIED = 6
-MOST_STEPS = 16  # numbers of engines that are tried one by one
+MOST_STEPS = 16  # how many numbers of engines are tried one by one
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Remedy:
 
     text: str
     options: dict[str, Any] = field(default_factory=dict)  # fields of EngineOptions, with both sizes of the layout
-    nodes: int | None = None  # None: as many machines as before
+    nodes: int | None = None  # None: the same number of machines
 
     def apply(self, options: EngineOptions, hardware: HardwareOptions) -> tuple[EngineOptions, HardwareOptions]:
         return replace(options, **self.options), replace(hardware, nodes=self.nodes or hardware.nodes)
@@ -34,7 +34,7 @@ class Remedy:
 def find_remedies(
     plan: MemoryPlan, options: EngineOptions, hardware: HardwareOptions, states_layout: bool, plan_again: PlanAgain
 ) -> list[Remedy]:
-    """The changes that help, the smallest first. Empty if the model fits, or if nothing helps."""
+    """The changes that help, smallest first. Empty if the model fits or if nothing helps."""
     if plan.chosen.fits:
         return []
     search = _Search(options, hardware, states_layout, plan_again)
@@ -57,7 +57,7 @@ def find_remedies(
 
 
 def describe_shortage(plan: MemoryPlan, remedies: list[Remedy]) -> str:
-    """One line for a model that does not fit: how much is missing, what that counts, and what to change."""
+    """One line for a model that does not fit: how much is missing, what this counts, and what to change."""
     chosen = plan.chosen
     config = plan.config
     advice = ", or ".join(remedy.text for remedy in remedies)
@@ -91,7 +91,7 @@ class _Search:
     plan_again: PlanAgain
 
     def try_change(self, text: str, change: dict[str, object], nodes: int | None = None) -> Remedy | None:
-        """The change with the layout as it is stated, or else with the one that is then suggested."""
+        """The change with the given layout, or otherwise with the layout that is then suggested."""
         if self.states_layout:
             sizes = {
                 "tensor_parallel_size": self.options.tensor_parallel_size,
@@ -113,7 +113,7 @@ class _Search:
         return remedy if self._plan_remedy(remedy, states_layout=True) is not None else None
 
     def shorten(self, plan: MemoryPlan) -> Remedy | None:
-        """The longest requests that fit in the layout of the plan."""
+        """The longest request length that fits in the plan's layout."""
         layout = plan.chosen.layout
         tokens = plan.chosen.cache_tokens
         longest = plan.config.max_model_len
@@ -129,7 +129,7 @@ class _Search:
         return None
 
     def run_fewer_engines(self, plan: MemoryPlan) -> Remedy | None:
-        """The most data-parallel engines that fit; above MOST_STEPS, not quite the most."""
+        """The largest number of data-parallel engines that fit; above MOST_STEPS, only approximately."""
         engines = plan.config.data_parallel_size
         while engines > 1:
             engines = engines - 1 if engines <= MOST_STEPS else max(MOST_STEPS, engines * 3 // 4)
@@ -139,7 +139,7 @@ class _Search:
         return None
 
     def _keeps(self, layout: ParallelLayout) -> bool:
-        """Whether the user left the layout open or stated this one."""
+        """Whether the user left the layout open or gave this one."""
         stated = ParallelLayout(self.options.tensor_parallel_size, self.options.pipeline_parallel_size)
         return not self.states_layout or layout == stated
 
@@ -161,13 +161,13 @@ NO_LAYOUT: dict[str, object] = {
 
 
 def _list_formats(plan: MemoryPlan, hardware: HardwareOptions) -> Iterator[dict[str, object]]:
-    """Smaller forms of weights and KV cache, single ones first."""
+    """Smaller formats of weights and KV cache, single changes first."""
     config = plan.config
     dtype: list[dict[str, object]] = [{"dtype": "bfloat16"}] if config.dtype == "float32" else []
     on_gpu = config.device != "cpu"
     model = GPU_MODELS.get(hardware.gpu or "")
     has_fp8 = on_gpu and (model is None or model.has_fp8)
-    needs_int8 = model is None or not model.has_fp8  # unless fp8, of the same size, is known to suffice
+    needs_int8 = model is None or not model.has_fp8  # unless fp8, which has the same size, is known to suffice
     weights: list[dict[str, object]] = []
     if config.quantization == "none":
         names = ("fp8",) * has_fp8 + ("int8",) * needs_int8 + ("int4",)
@@ -184,7 +184,7 @@ def _list_formats(plan: MemoryPlan, hardware: HardwareOptions) -> Iterator[dict[
 
 
 def _state_condition(change: dict[str, object], hardware: HardwareOptions) -> str:
-    """What a format demands of GPUs whose memory alone is known."""
+    """What a format requires of GPUs of which only the memory is known."""
     if hardware.gpu in GPU_MODELS:
         return ""
     if change.get("kv_cache_dtype") == "fp8":

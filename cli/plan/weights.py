@@ -1,4 +1,4 @@
-"""Count the bytes of weights that a rank holds, from the model spec alone, as `model.decoder` builds them. No torch.
+"""Count the bytes of a rank's weights, from the model spec alone, as `model.decoder` builds them. No torch.
 
 Tests compare the sums with the tensors of built decoders.
 """
@@ -28,7 +28,7 @@ from serve_llm.engine.model.spec import (
 @dataclass(frozen=True)
 class WeightBytes:
     loaded: int  # read from the checkpoint
-    held: int  # in memory afterwards, in the layout of the kernels
+    held: int  # in memory afterwards, in the kernels' layout
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +52,7 @@ def linear_shapes(spec: ModelSpec, shard: Shard) -> set[LinearShape]:
 def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str) -> WeightBytes:
     """The weights of the shard's rank. element_bytes: of the model's dtype. device: "cpu" or "cuda"."""
     in_checkpoint = any(form is not None and form.in_checkpoint for form in (spec.int8, spec.grouped))
-    sums: dict[int, WeightBytes] = {}  # by identity: layers of one kind share their list of weights
+    sums: dict[int, WeightBytes] = {}  # by identity: layers of the same kind share their list of weights
     loaded = 0
     held = 0
     for weights in _list_weights(spec, shard, device):
@@ -67,7 +67,7 @@ def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str)
 
 
 def _list_weights(spec: ModelSpec, shard: Shard, device: str) -> list[list[LinearWeight | OtherWeight]]:
-    """One list for each layer of the rank, and one for each end of the model that the rank has."""
+    """One list for each of the rank's layers, and one for each end of the model that the rank holds."""
     outer_size = spec.embedding_size or spec.hidden_size
     lists: list[list[LinearWeight | OtherWeight]] = []
     if shard.is_first:
@@ -119,7 +119,7 @@ def _list_weights(spec: ModelSpec, shard: Shard, device: str) -> list[list[Linea
 
 
 def _is_packed(spec: ModelSpec) -> bool:
-    """Whether the embedding is held in few bits."""
+    """Whether the embedding is stored in few bits."""
     return spec.int8_embedding or spec.embedding_form is not None
 
 
@@ -128,7 +128,7 @@ def _list_embedding(spec: ModelSpec, shard: Shard, device: str) -> Iterator[Line
     inputs = spec.embedding_size or spec.hidden_size
     if not _is_packed(spec):
         yield OtherWeight(vocabulary * inputs)
-    elif not (spec.tie_word_embeddings and spec.lm_head and shard.is_last):  # else the head is looked up
+    elif not (spec.tie_word_embeddings and spec.lm_head and shard.is_last):  # otherwise rows are looked up in the head
         groups = find_groups(spec.embedding_form, inputs, 0, False, device)
         yield TableWeight(vocabulary, inputs, spec.int8_embedding, groups=groups)
 
@@ -165,13 +165,11 @@ def _outer_linear(spec: ModelSpec, name: str, outputs: int, inputs: int, device:
     return LinearWeight(outputs, inputs, is_8_bit, groups=find_groups(form, inputs, 0, False, device))
 
 
-_Forms = frozenset[
-    tuple[str, GroupedForm | None]
-]  # linear layers of a layer, such as "ffn.down", that differ from others
+_Forms = frozenset[tuple[str, GroupedForm | None]]  # linear layers, such as "ffn.down", that differ from the others
 
 
 def _forms_by_layer(spec: ModelSpec) -> dict[int, _Forms]:
-    """Layer -> its linear layers whose form is not the model's default."""
+    """Layer -> its linear layers whose format is not the model's default."""
     forms: dict[int, _Forms] = {}
     for name, form in spec.grouped.others.items() if spec.grouped is not None else ():
         scope, _, rest = name.partition(".")
@@ -194,7 +192,7 @@ def _excluded_by_layer(spec: ModelSpec) -> dict[int, frozenset[str]]:
 
 @dataclass(frozen=True)
 class _LayerWeights:
-    """Lists the weights of one layer. The first rank of a stage holds the bias of its row-parallel linear layers."""
+    """Lists the weights of one layer. A stage's first rank holds the biases of row-parallel linear layers."""
 
     hidden_size: int
     shard: Shard
@@ -203,8 +201,8 @@ class _LayerWeights:
     excluded: frozenset[str]  # linear layers that are not quantised
     default_form: GroupedForm | None
     other_forms: Mapping[str, GroupedForm | None]  # by linear layer
-    expert_form: GroupedForm | None  # the default of experts
-    begins_anew: bool  # whether the first group of a rank's share begins with the share
+    expert_form: GroupedForm | None  # default for experts
+    begins_anew: bool  # whether a rank's share begins at the start of a group
 
     def list_weights(self, layer: LayerSpec) -> Iterator[LinearWeight | OtherWeight]:
         num_norms = {"parallel": 1, "sandwich": 4}.get(layer.norm_position, 2) - (not layer.has_attention_norm)
@@ -319,7 +317,7 @@ class _LayerWeights:
         return self._linear("attention.output", self.hidden_size, inputs, bias and self.shard.tp_rank == 0, is_part)
 
     def _merged(self, outputs: Mapping[str, int], inputs: int, bias: bool) -> Iterator[LinearWeight]:
-        """Linear layers of the same input: one, or several if their forms differ."""
+        """Linear layers with the same input: one, or several if their formats differ."""
         forms = {self._find_form(name) for name in outputs}
         if len(forms) == 1:
             outputs = {next(iter(outputs)): sum(outputs.values())}

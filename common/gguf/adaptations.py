@@ -1,4 +1,4 @@
-"""What config.json has of some architectures that is no translation of one metadata key, by general.architecture."""
+"""Parts of config.json that are not a translation of a single metadata key, by general.architecture."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from serve_llm.common.errors import ModelError
 Config = dict[str, object]
 JOINS_QKV, UNUSED_LAYERS = "joins_qkv", "unused_layers"  # keys of quantization_config
 SIGMOID = 2  # expert_gating_func; 1 is softmax
-# Older files lack expert_group_count and expert_group_used_count: by number of experts, of DeepSeek-V2 and V3.
+# For older files without expert_group_count and expert_group_used_count: values of DeepSeek-V2 and V3, by number of
+# experts.
 DEFAULT_GROUPS = {160: (8, 3), 256: (8, 4)}
-MAVERICK_EXPERTS = 128  # this model of Llama 4 has no norms of queries and keys
+MAVERICK_EXPERTS = 128  # this Llama 4 model has no norms on queries and keys
 YARN_LOG_FACTOR = 0.1  # yarn_log_multiplier over mscale_all_dim
 
 
 class Metadata(Protocol):
-    """What is left of a file's metadata, and its tensors."""
+    """The remaining metadata of a file, and its tensors."""
 
     def take(self, key: str) -> object:
-        """Remove and return the value of an architecture's key, None if it is absent."""
+        """Remove and return the value of an architecture's key; None if it is absent."""
 
     def take_size(self, key: str) -> int:
-        """The same for a number above 0. Raises ModelError otherwise."""
+        """Like `take`, for a number above 0. Raises ModelError otherwise."""
 
     def find_shape(self, tensor: str) -> tuple[int, ...] | None:
         """None if the file lacks the tensor."""
@@ -42,7 +43,7 @@ def _adapt_deepseek(config: Config, file: Metadata) -> None:
     is_grouped = config["n_group"] != 1
     config["topk_method"] = "noaux_tc" if is_v3 else "group_limited_greedy" if is_grouped else "greedy"
     rotated = file.take_size("rope.dimension_count")
-    # With "mla", of a head; without it, of the latent vector in files that have both.
+    # With "mla", the size of a head; without it, that of the latent vector, in files that have both.
     latent_sizes = [file.take(f"attention.{kind}_length") for kind in ("key", "value")]
     own_sizes = [file.take(f"attention.{kind}_length_mla") for kind in ("key", "value")]
     key, value = (_integer(own or latent) for own, latent in zip(own_sizes, latent_sizes, strict=True))
@@ -68,7 +69,7 @@ def _adapt_glm_moe(config: Config, file: Metadata) -> None:
 
 
 def _add_unused_layers(config: Config, file: Metadata) -> None:
-    """Layers that predict several tokens are counted among the blocks."""
+    """The block count includes layers for multi-token prediction."""
     more = _integer(file.take("nextn_predict_layers"))
     config["num_hidden_layers"] = _integer(config.get("num_hidden_layers")) - more
     if more:
@@ -76,7 +77,7 @@ def _add_unused_layers(config: Config, file: Metadata) -> None:
 
 
 def _adapt_llama4(config: Config, file: Metadata) -> None:
-    """What files do not say is the same in all published models, or follows from the number of experts."""
+    """Settings that files lack are the same in all published models, or follow from the number of experts."""
     config["intermediate_size_mlp"] = config.pop("intermediate_size", None)
     config["intermediate_size"] = config.pop("moe_intermediate_size", None)
     config["use_qk_norm"] = config.get("num_local_experts") != MAVERICK_EXPERTS
@@ -90,7 +91,7 @@ def _adapt_granite_moe(config: Config, file: Metadata) -> None:
 
 
 def _adapt_glm(config: Config, file: Metadata) -> None:
-    """Files of THUDM's own checkpoints have queries, keys and values in one tensor, those of transformers' apart."""
+    """Files from THUDM's own checkpoints have queries, keys and values in one tensor; transformers' are separate."""
     if file.find_shape("blk.0.attn_qkv.weight") is not None:
         config["attention_bias"] = file.find_shape("blk.0.attn_qkv.bias") is not None
         config[JOINS_QKV] = True
@@ -131,7 +132,7 @@ def _adapt_encoder(config: Config, file: Metadata) -> None:
     types = file.find_shape("token_types.weight")
     config["type_vocab_size"] = 0 if types is None else types[0]
     positions = file.find_shape("position_embd.weight")
-    if positions is not None:  # without those before the first in RoBERTa's table
+    if positions is not None:  # without the rows before the first position in RoBERTa's table
         config["max_position_embeddings"] = positions[0]
 
 

@@ -55,16 +55,16 @@ class GGUFArchitecture:
     """One value of general.architecture."""
 
     name: str  # the architecture in config.json
-    keys: Mapping[str, str] = field(default_factory=lambda: RMS_NORM)  # beside those in COMMON
+    keys: Mapping[str, str] = field(default_factory=lambda: RMS_NORM)  # in addition to those in COMMON
     constants: Mapping[str, object] = field(
         default_factory=dict
-    )  # keys of config.json with the same value in all files
+    )  # keys of config.json that have the same value in all files
     # Key of config.json -> a layer's tensor, which is there if the key is true.
     flags: Mapping[str, str] = field(default_factory=dict)
-    has_partial_rotary: bool = False  # rope may rotate a part of each head
-    truncates_yarn: bool = True  # yarn scaling rounds the dimensions between which it blends
+    has_partial_rotary: bool = False  # rope may rotate only part of each head
+    truncates_yarn: bool = True  # yarn scaling rounds the dimensions between which it interpolates
     has_own_heads: bool = False  # the sizes of heads are adapted, see `common.gguf.adaptations`
-    names: Mapping[str, str] = field(default_factory=dict)  # usual key of config.json -> the family's; "" for none
+    names: Mapping[str, str] = field(default_factory=dict)  # usual key of config.json -> this family's key; "" for none
     scales_by_width: int | None = None  # number of layers of the model that scales scores by hidden size / heads
 
 
@@ -249,8 +249,8 @@ MIXTRAL = GGUFArchitecture(  # "llama" with experts
     "MixtralForCausalLM", RMS_NORM | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 )
 IGNORED = (
-    "vocab_size",  # the embedding tells it
+    "vocab_size",  # the embedding's shape gives it
     "rope.scaling.finetuned",  # about training
-    "rope.dimension_sections",  # which dimensions take which coordinate: for text all coordinates are equal
-    "n_deepstack_layers",  # layers to which those of an image are added
+    "rope.dimension_sections",  # which dimensions use which coordinate: for text, all coordinates are equal
+    "n_deepstack_layers",  # layers to which image features are added
 )

@@ -1,7 +1,7 @@
-"""A GGUF file as a checkpoint directory: config.json and the tokenizer's files made from it, and a link to the file, or
-to each file of a model in several.
+"""A GGUF file as a checkpoint directory: config.json and tokenizer files made from it, and a link to the file, or to
+each file of a split model.
 
-The rest of the program reads the directory as any other. It is made once, in a cache directory.
+The rest of the program reads the directory like any other. It is made once, in a cache directory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from serve_llm.common.gguf.config import build_config, read_pooling
 from serve_llm.common.gguf.file import GGUFFile
 from serve_llm.common.gguf.parts import list_parts, name_part, read_parts
 
-LINK = "model.gguf"  # to the only file, or to the first
-TOKENIZER_ERROR = "tokenizer_error.txt"  # why there is no tokenizer.json; raised where no other tokenizer is given
+LINK = "model.gguf"  # link to the only file, or to the first
+TOKENIZER_ERROR = "tokenizer_error.txt"  # why there is no tokenizer.json; raised if no other tokenizer is given
 
 
 def make_checkpoint_directory(path: Path, cache: Path) -> Path:
-    """The directory under `cache` for the file, which may be a part of a model. Raises ModelError."""
+    """The directory under `cache` for the file, which may be one part of a model. Raises ModelError."""
     paths = [part.resolve() for part in list_parts(path)]
-    sources = sorted(Path(__file__).parent.glob("*.py"))  # another version may translate the same file otherwise
+    sources = sorted(Path(__file__).parent.glob("*.py"))  # another version may translate the same file differently
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
     for part in paths:
         status = part.stat()
@@ -41,14 +41,14 @@ def make_checkpoint_directory(path: Path, cache: Path) -> Path:
 
 
 def list_links(directory: Path) -> list[Path]:
-    """The links in a directory to the files of a model, in their order; empty if it is another kind of checkpoint."""
+    """The links in a directory to the files of a model, in order; empty if it is another kind of checkpoint."""
     link = directory / LINK
     return [link, *sorted(directory.glob("model-*-of-*.gguf"))] if link.is_file() else []
 
 
 def _translate(file: GGUFFile) -> dict[str, str]:
     """File name -> content."""
-    # takes time to import, and only a new file needs it
+    # imported late: it takes time, and only a new file needs it
     from serve_llm.common.gguf.tokenizer import Vocabulary, build_tokenizer, build_tokenizer_config, find_eos_ids
 
     config = build_config(file)
@@ -87,7 +87,7 @@ def _write_directory(target: Path, texts: dict[str, str], paths: list[Path]) -> 
         try:
             os.rename(work, target)
         except OSError:
-            if not target.is_dir():  # else another process made it at the same time
+            if not target.is_dir():  # otherwise another process made it at the same time
                 raise
         else:
             os.mkdir(work)  # for TemporaryDirectory to remove

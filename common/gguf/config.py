@@ -1,6 +1,6 @@
 """Translate the metadata of a GGUF file to the config.json of the same model.
 
-It is a closed world: each of the architecture's keys is translated, listed as ignored, or refused by name.
+No key is dropped silently: each of the architecture's keys is translated, listed as ignored, or refused by name.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from serve_llm.common.gguf.file import GGUFFile
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as llama3 scaling makes them
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as in llama3 scaling
 LONG_FACTORS = "rope_factors_long.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 DEFAULT_ROPE_BASE = 10000.0
 LARGEST_HEAD = 1 << 16
-# Metadata beside the architecture's; the last is a publisher's.
+# Metadata other than the architecture's; the last is a publisher's.
 NAMESPACES = ("general.", "tokenizer.", "quantize.", "split.", "mradermacher.")
 EMPTY_WHEN_ZERO = ("expert_count", "expert_used_count", "attention.sliding_window", "attention.q_lora_rank")
 POOLING = "pooling_type"
-POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken"}  # as sentence-transformers calls them; 0 for none
+POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken"}  # with sentence-transformers' names; 0 for none
 
 
 def build_config(file: GGUFFile) -> dict[str, object]:
-    """The config.json. Raises UnsupportedModel for another architecture, ModelError that names the key otherwise."""
+    """Return the config.json. Raises UnsupportedModel for an unknown architecture, ModelError that names the key
+    otherwise."""
     return _Translation(file).translate()
 
 
 def read_pooling(file: GGUFFile) -> str | None:
-    """How hidden states become an embedding, if the file says so. Raises ModelError for a way that is not supported."""
+    """How hidden states become an embedding, if the file says so. Raises ModelError for unsupported pooling."""
     key = f"{file.metadata.get('general.architecture')}.{POOLING}"
     kind = file.metadata.get(key)
     if kind in (None, 0):
@@ -118,7 +119,7 @@ class _Translation:
             raise ModelError(f"{self._file.path} lacks tensor {EMBEDDING}")
 
     def _add_heads(self, config: dict[str, object]) -> None:
-        """The size of heads, the part of it that rope rotates, and the scale of scores."""
+        """The size of heads, the part that rope rotates, and the scale of scores."""
         width, heads = (self._size(config, key) for key in ("hidden_size", "num_attention_heads"))
         config["head_dim"] = self.take("attention.key_length") or width // heads
         head_dim = self._size(config, "head_dim")
@@ -126,7 +127,7 @@ class _Translation:
             raise self._refused(f"{self._name}.attention.value_length", f"differs from key_length {head_dim}")
         rotated = self.take("rope.dimension_count")
         if self._known.has_partial_rotary and isinstance(rotated, int):
-            config["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # times head_dim, rounded down, is `rotated`
+            config["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # times head_dim, rounded down: `rotated`
         elif rotated not in (None, head_dim):
             raise self._refused(f"{self._name}.rope.dimension_count", f"differs from key_length {head_dim}")
         if self._known.scales_by_width is not None:
@@ -171,7 +172,7 @@ class _Translation:
         config["rope_scaling"] = scaling
 
     def _take_yarn(self) -> dict[str, object]:
-        """Settings of yarn that newer files state, most of them with the usual values."""
+        """Yarn settings that newer files contain, most of them with the usual values."""
         for key in ("yarn_ext_factor", "yarn_attn_factor"):
             if self.take(f"rope.scaling.{key}") not in (None, 1.0):
                 raise self.refuse(f"rope.scaling.{key}", "is not supported (supported: 1)")
@@ -179,7 +180,7 @@ class _Translation:
         return {key: value for key, value in found.items() if value is not None}
 
     def _read_factors(self, name: str) -> list[float]:
-        """A tensor of one number for each pair of dimensions that rope rotates."""
+        """A tensor with one number for each pair of dimensions that rope rotates."""
         shape = self._shape(name)
         tensor = self._file.tensors[name]
         if tensor.type.name != "F32" or len(shape) != 1 or shape[0] > LARGEST_HEAD:
@@ -201,7 +202,7 @@ class _Translation:
         return value
 
     def take(self, key: str) -> object:
-        """See `Metadata`, as of the other methods without an underscore."""
+        """See `Metadata`, as for the other methods without an underscore."""
         return self._rest.pop(key, None)
 
     def take_size(self, key: str) -> int:
@@ -222,8 +223,8 @@ class _Translation:
 
 
 def _simplify(value: object) -> object:
-    """A list of equal values, as some files have for settings of layers, is one value. A number that comes from float32
-    is written as shortly as float32 allows: 1e-06, not 9.999999974752427e-07."""
+    """A list of equal values, which some files have for layer settings, becomes one value. A number that comes from
+    float32 is written as shortly as float32 allows: 1e-06, not 9.999999974752427e-07."""
     if isinstance(value, list) and value and all(one == value[0] for one in value):
         value = value[0]
     if not isinstance(value, float):

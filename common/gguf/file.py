@@ -1,7 +1,7 @@
-"""Reading the header of a GGUF file: its metadata and the places of its tensors. No torch.
+"""Read the header of a GGUF file: its metadata and the offsets of its tensors. No torch.
 
-Nothing in the file is believed: every count and length is compared with the bytes that are left before memory is taken
-for it. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The file is not trusted: every count and length is compared with the remaining bytes before memory is allocated for it.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serve_llm.common.errors import ModelError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-LONGEST_ARRAY = 1 << 24  # entries; vocabularies have fewer
+LONGEST_ARRAY = 1 << 24  # in entries; vocabularies have fewer
 LONGEST_NAME = 1 << 16
 MOST_DIMENSIONS = 4
 LARGEST_DIMENSION = 1 << 40
@@ -54,7 +54,7 @@ STORAGE_TYPES = {
     30: StorageType("BF16", 1, 2),
     39: StorageType("MXFP4", 32, 17),
 }
-OTHER_TYPES = {  # names for the error
+OTHER_TYPES = {  # names for error messages
     9: "Q8_1",
     15: "Q8_K",
     16: "IQ2_XXS",
@@ -81,7 +81,7 @@ class StoredTensor:
     shape: tuple[int, ...]  # outermost dimension first, as in torch
     start: int  # where its bytes begin in the file
     num_bytes: int
-    part: int = 0  # which file, for a model in several
+    part: int = 0  # which file, for a split model
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _Header:
     def _locate(
         self, described: dict[str, tuple[StorageType, tuple[int, ...], int]], alignment: int
     ) -> dict[str, StoredTensor]:
-        """Tensors with their place in the file. Offsets count from the first aligned byte after the header."""
+        """Tensors with their position in the file. Offsets count from the first aligned byte after the header."""
         begin = -(-self._position // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for name, (stored, shape, offset) in described.items():

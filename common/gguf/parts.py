@@ -1,6 +1,6 @@
-"""A model in several GGUF files, as llama-gguf-split writes them: name-00001-of-00003.gguf and so on.
+"""A model split into several GGUF files, as llama-gguf-split writes them: name-00001-of-00003.gguf and so on.
 
-Each file is complete by itself; the first has the metadata, and each has some of the tensors.
+Each file is a complete GGUF file; the first has the metadata, and each has some of the tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MOST_PARTS = 9999
 
 
 def list_parts(path: Path) -> list[Path]:
-    """The files of the model that a file is a part of, by its name; the file itself if it is no part. Raises ModelError
-    if one is missing."""
+    """The files of the model to which a file belongs, according to its name; the file alone if it is not a part. Raises
+    ModelError if one is missing."""
     match = _NAME.fullmatch(path.name)
     count = int(match["count"]) if match is not None else 1
     if match is None or not 1 <= count <= MOST_PARTS:
@@ -32,13 +32,13 @@ def list_parts(path: Path) -> list[Path]:
 
 
 def name_part(stem: str, number: int, count: int) -> str:
-    """number: from 1."""
+    """number: counted from 1."""
     return f"{stem}-{number:05}-of-{count:05}.gguf"
 
 
 def read_parts(paths: Sequence[Path]) -> GGUFFile:
-    """The first file's metadata and the tensors of all. Raises ModelError if they are not the parts of one model, in
-    their order, or if one cannot be read."""
+    """The first file's metadata and the tensors of all files. Raises ModelError if they are not the parts of one model
+    in order, or if one cannot be read."""
     files = [read_gguf(path) for path in paths]
     tensors: dict[str, StoredTensor] = {}
     for index, file in enumerate(files):
@@ -56,7 +56,7 @@ def read_parts(paths: Sequence[Path]) -> GGUFFile:
 
 
 def _check_place(file: GGUFFile, index: int, count: int) -> None:
-    """Raise ModelError unless the metadata say that the file is number `index`, from 0, of `count`."""
+    """Raise ModelError unless the metadata say that the file is part `index`, counted from 0, of `count`."""
     if count == 1 and file.metadata.get("split.count", 0) in (0, 1):
         return
     for key, expected in (("split.count", count), ("split.no", index)):

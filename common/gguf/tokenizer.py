@@ -1,7 +1,7 @@
 """Translate the vocabulary in a GGUF file to tokenizer.json and tokenizer_config.json. No torch.
 
-Four models are known: "gpt2", byte-level BPE whose way of cutting text into words tokenizer.ggml.pre names, "llama",
-sentencepiece's BPE with a score for each token instead of merges, "bert", WordPiece, and "t5", sentencepiece's
+Four models are supported: "gpt2", byte-level BPE whose pre-tokenization tokenizer.ggml.pre names; "llama",
+sentencepiece's BPE with a score for each token instead of merges; "bert", WordPiece; and "t5", sentencepiece's
 unigrams.
 """
 
@@ -58,7 +58,7 @@ class Vocabulary:
 
     @property
     def templates(self) -> dict[str, str]:
-        """Chat templates by name; that of the plain key is "default"."""
+        """Chat templates by name; the one under the plain key is "default"."""
         found = {
             key.removeprefix(TEMPLATE).removeprefix(".") or "default": value
             for key, value in self._file.metadata.items()
@@ -70,7 +70,7 @@ class Vocabulary:
         return {name: str(template) for name, template in found.items()}
 
     def token_id(self, key: str) -> int | None:
-        """An id under a metadata key, None if it is absent or none."""
+        """The token id under a metadata key; None if the key is absent or means none."""
         found = self._file.metadata.get(key)
         if found is None or found in (-1, 2**32 - 1):
             return None
@@ -88,7 +88,7 @@ class Vocabulary:
         found = self._file.metadata.get(key, [])
         if not isinstance(found, list) or not all(isinstance(one, int) for one in found):
             raise self._wrong(key, "a list of bytes")
-        return bytes(one & 0xFF for one in found)  # some writers have signed ones
+        return bytes(one & 0xFF for one in found)  # some writers use signed integers
 
     def refuse(self, key: str, why: str) -> ModelError:
         return ModelError(f"{self._file.path}: {key} {why}; choose another tokenizer with --tokenizer")
@@ -153,7 +153,7 @@ def build_tokenizer_config(vocabulary: Vocabulary) -> dict[str, object]:
 
 
 def find_eos_ids(vocabulary: Vocabulary) -> list[int]:
-    """The ids that end a text or a turn: those that the file names, and control tokens that are known to."""
+    """The ids that end a text or a turn: those that the file names, and control tokens that are known to do so."""
     ends = END_OF_CALL if set(END_OF_CALL) <= set(vocabulary.tokens) else END_OF_TURN
     named = [vocabulary.token_id(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     known = [
@@ -195,14 +195,14 @@ def _build_bert(vocabulary: Vocabulary) -> Tokenizer:
         raise vocabulary.refuse("tokenizer.ggml.tokens", "names a token twice")
 
     def find(name: str, *keys: str) -> str:
-        """The token that one of the keys names, else that of this name."""
+        """The token that one of the keys names, otherwise the one with this name."""
         ids = [vocabulary.token_id(f"tokenizer.ggml.{key}_token_id") for key in keys]
         found = next((pieces[token_id] for token_id in ids if token_id is not None), name)
         if found not in pieces:
             raise vocabulary.refuse("tokenizer.ggml.tokens", f"has no {name}")
         return found
 
-    first, last = find(FIRST, "cls", "bos"), find(LAST, "seperator", "separator", "eos")  # the first as gguf spells it
+    first, last = find(FIRST, "cls", "bos"), find(LAST, "seperator", "separator", "eos")  # the first in GGUF's spelling
     return build_word_pieces(pieces, find(UNKNOWN, "unknown"), first, last)
 
 
@@ -227,7 +227,7 @@ def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     if not scores:
         raise vocabulary.refuse("tokenizer.ggml.scores", "is missing")
     if vocabulary.is_gemma:
-        # Gemma's tokens of several spaces are stored as such, and its merges follow the order of tokens, not scores.
+        # Gemma's tokens of several spaces are stored literally, and its merges follow the order of tokens, not scores.
         tokens = [SPACE * len(token) if token.strip(" ") == "" else token for token in tokens]
         scores = [-float(index) for index in range(len(tokens))]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -251,7 +251,7 @@ def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _derive_merges(pieces: Sequence[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Each way to cut one of the pieces into two tokens, those of the best pieces first. scores: of all tokens."""
+    """Each way to split one of the pieces into two tokens, best pieces first. scores: of all tokens."""
     found = [
         (-scores[ids[token]], ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
         for token in pieces
@@ -262,7 +262,7 @@ def _derive_merges(pieces: Sequence[str], ids: Mapping[str, int], scores: Sequen
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Tokens that are found whole in a text. Control tokens are special: no text comes from them."""
+    """Tokens that are matched whole in a text. Control tokens are special: they produce no text."""
     special = [
         AddedToken(token, normalized=False, special=True)
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -278,7 +278,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
 
 
 def _add_template(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """BOS before and EOS after a text, where the file asks for them."""
+    """Add BOS before and EOS after a text if the file asks for them."""
     is_default = vocabulary.model == "llama" or vocabulary.pre in WHOLE_WORDS
     ends = {
         "bos": vocabulary.flag("tokenizer.ggml.add_bos_token", is_default),

@@ -10,8 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 def build_unigram(
     tokens: Sequence[str], scores: Sequence[float], unknown: int | None, characters: bytes, *, joins_spaces: bool
 ) -> Tokenizer:
-    """scores: logarithms of probabilities. unknown: the id of the unknown token. characters: sentencepiece's compiled
-    map of characters, or nothing. joins_spaces: whether several spaces count as one.
+    """scores: log-probabilities. unknown: the id of the unknown token. characters: sentencepiece's compiled character
+    map, or nothing. joins_spaces: whether several spaces count as one.
 
     Raises ValueError if the map is damaged.
     """
@@ -20,7 +20,7 @@ def build_unigram(
     if characters:
         try:
             steps.append(normalizers.Precompiled(characters))
-        except Exception as error:  # a plain Exception comes from Rust
+        except Exception as error:  # Rust raises a plain Exception
             raise ValueError(str(error)) from None
     if joins_spaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 WORD_BEGIN = "\u2581"
-LONGEST_WORD = 100  # characters; longer ones are unknown
+LONGEST_WORD = 100  # in characters; longer words are unknown
 UNKNOWN = "[UNK]"
 FIRST = "[CLS]"
 LAST = "[SEP]"
 
 
 def restore_pieces(tokens: Sequence[str], is_special: Sequence[bool]) -> list[str]:
-    """The tokens as tokenizer.json has them: with "##" before those that continue a word."""
+    """The tokens in tokenizer.json's form: with "##" before those that continue a word."""
     return [
         token if special else token.removeprefix(WORD_BEGIN) if token.startswith(WORD_BEGIN) else f"##{token}"
         for token, special in zip(tokens, is_special, strict=True)
@@ -25,9 +25,9 @@ def restore_pieces(tokens: Sequence[str], is_special: Sequence[bool]) -> list[st
 
 
 def build_word_pieces(pieces: Sequence[str], unknown: str, first: str, last: str) -> Tokenizer:
-    """pieces: as from `restore_pieces`, each once. first, last: the tokens around a text.
+    """pieces: from `restore_pieces`, each once. first, last: the tokens around a text.
 
-    The file does not say whether texts are lowered first: they are if no piece has a capital letter.
+    The file does not say whether texts are lowercased first: they are if no piece has a capital letter.
     """
     ids = {piece: index for index, piece in enumerate(pieces)}
     is_cased = any(piece != piece.lower() for piece in pieces if not piece.startswith(("[", "<")))

@@ -1,7 +1,7 @@
-"""How byte-level vocabularies cut a text into words, by the name in tokenizer.ggml.pre.
+"""How byte-level vocabularies split a text into words, by the name in tokenizer.ggml.pre.
 
-A vocabulary has one or several regular expressions. Each cuts the pieces that those before it have left: what matches
-is a piece, and so is what is between matches.
+A vocabulary has one or several regular expressions. Each splits the pieces left by the previous ones: what matches is a
+piece, and so is what lies between matches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _TEKKEN = rf"{_CASES[0]}|{_CASES[1]}|\p{{N}}|{_PATHS}|{_SPACES}"
 _GPT4O = rf"{_CASES[0]}{_CONTRACTIONS}?|{_CASES[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Letters that had a case in Unicode when DeepSeek listed them.
+# Letters with upper and lower case in Unicode when DeepSeek listed them.
 _CASED = (
     r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{10c7}\x{10cd}\x{10d0}-\x{10ff}\x{1c80}-\x{1c8a}\x{2d00}-\x{2d2d}\x{a790}-\x{ab68}"
     r"\x{10570}-\x{105bb}\x{16e40}-\x{1df2a}]]"
@@ -47,7 +47,7 @@ _BLOOM = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{ff0c}\x{3001}\x{0964}\x{06d4}\x{060c})
 
 WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2", "mpt", "jais", "trillion", "granite-docling"), (_GPT2,)),
-    # each digit is cut off first
+    # each digit is split off first
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
     ),
@@ -62,7 +62,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "seed-coder": (_SEED_CODER,),
     "falcon": _FALCON,
     **dict.fromkeys(("bloom", "gpt3-finnish"), (_BLOOM,)),
-    "default": _DEFAULT,  # also where the key is missing
+    "default": _DEFAULT,  # also used if the key is missing
 }
-# A word that is a token is not merged, and a text begins with BOS unless the file says otherwise.
+# A word that is a token needs no merges, and a text begins with BOS unless the file says otherwise.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")

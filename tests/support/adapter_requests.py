@@ -1,4 +1,4 @@
-"""Requests with adapters of a small model, for tests of what they compute."""
+"""Requests with adapters of a small model, for tests of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_TOKENS = 6
 
 @lru_cache(maxsize=1)
 def llama(root: Path) -> tuple[Path, list[Adapter | None]]:
-    """A checkpoint, and no adapter or one of four, of different ranks, the last one with DoRA."""
+    """A checkpoint, and no adapter or one of four with different ranks, the last one with DoRA."""
     checkpoint = root / "llama"
     make_checkpoint(checkpoint, "llama", head_dim=16)
     adapters = [make_adapter(checkpoint, root / f"llama{rank}", seed=rank, r=rank) for rank in (2, 4, 9)]
@@ -39,7 +39,7 @@ def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[Request]
 
 
 def check_equal(results: dict[int, Result], expected: dict[int, Result]) -> None:
-    """To the last bit."""
+    """Assert equality in every bit."""
     for number, result in results.items():
         assert result.token_ids == expected[number].token_ids
         assert result.logprobs == expected[number].logprobs

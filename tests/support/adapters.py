@@ -39,15 +39,15 @@ def make_adapter(
     magnitude: float = 1.0,
     **config: Any,
 ) -> Adapter:
-    """Write an adapter of the checkpoint to `directory`. scale: of its weights. magnitude: the width of the random
-    factors of DoRA's lengths. config: fields of LoraConfig."""
+    """Write an adapter of the checkpoint to `directory`. scale: of its weights. magnitude: the spread of the random
+    factors of DoRA's magnitudes. config: fields of LoraConfig."""
     base = AutoModelForCausalLM.from_pretrained(checkpoint, **PLAIN)
     fields: dict[str, Any] = {"target_modules": MODULES.get(family, "all-linear"), "task_type": "CAUSAL_LM"}
     model = get_peft_model(base, LoraConfig(**(fields | {"r": 4, "lora_alpha": 8} | config)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "magnitude" in name:  # it begins as the length of each row
+            if "magnitude" in name:  # its initial value is the norm of each row
                 parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) - 0.5) * magnitude)
             elif "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
@@ -68,7 +68,7 @@ def generate_with_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]
 
 
 def check_as_peft(checkpoint: Path, requests: list[Request], results: dict[int, Result]) -> None:
-    """Whether greedy results have the ids that transformers and PEFT compute."""
+    """Assert that greedy results have the ids that transformers and PEFT compute."""
     for request in requests:
         directory = None if request.adapter is None else Path(request.adapter.directory)
         num_tokens = request.sampling.max_tokens

@@ -1,4 +1,4 @@
-"""The events of /v1/messages and /v1/responses, folded into the body of a reply without streaming."""
+"""Folds the events of /v1/messages and /v1/responses into the body of a non-streamed reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DELTA_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""By the type of an item: the events about its text without their last part, and the field that holds it all."""
+"""By item type: the events about its text without their last part, and the field that holds the whole text."""
 
 
 def read_events(content: bytes) -> list[Json]:
@@ -29,7 +29,7 @@ def read_events(content: bytes) -> list[Json]:
 
 
 def fold_message(events: list[Json]) -> Json:
-    """The body from the events of a message, whose order it checks."""
+    """Build the body from the events of a message, and check their order."""
     first, *rest = events
     assert first["type"] == "message_start" and rest[-1]["type"] == "message_stop"
     rest = [event for event in rest if event["type"] != "ping"]
@@ -81,7 +81,7 @@ def strip_message(message: Json) -> Json:
 
 
 def fold_response(events: list[Json]) -> Json:
-    """The final response, after a check that the events before it tell the same, in order."""
+    """The final response, after checking that the preceding events agree with it, in order."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, in_progress, *rest, last = events
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
@@ -98,7 +98,7 @@ def fold_response(events: list[Json]) -> Json:
 
 
 def _fold_item(added: Json, events: Iterator[Json]) -> Json:
-    """The finished item, from the events up to its end, all of which are there in their order."""
+    """The finished item, from the events up to its end, which must be complete and in order."""
     item = added["item"]
     kind = item["type"]
     prefix, field = DELTA_EVENTS[kind]

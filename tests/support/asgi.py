@@ -1,4 +1,4 @@
-"""Calls of an ASGI app in the test's own event loop: whole ones, and ones that the test drives message by message."""
+"""Calls of an ASGI app in the test's event loop: complete calls, and calls driven message by message."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Reply:
         return found
 
     def events(self) -> list[dict[str, object]]:
-        """A stream's events; the end must be there."""
+        """A stream's events; the stream must have its end."""
         lines = self.content.decode().split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""], lines[-2:]
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
 class Call:
-    """One request. `finished` is the app's own end; messages it sent are in `sent`."""
+    """One request. `finished` is set when the app returns; messages it sent are in `sent`."""
 
     def __init__(
         self, app: ASGIApp, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
@@ -60,7 +60,7 @@ class Call:
         self.finished = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     def leave(self) -> None:
-        """The client goes away."""
+        """The client disconnects."""
         self._left.set()
 
     async def reply(self) -> Reply:
@@ -84,7 +84,7 @@ class Call:
 
 
 def fetch(app: ASGIApp, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
-    """A whole call in an event loop of its own."""
+    """A complete call in its own event loop."""
 
     async def call() -> Reply:
         return await Call(app, method, path, body, headers).reply()

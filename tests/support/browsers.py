@@ -18,7 +18,7 @@ AXE = (ROOT / "tests" / "vendor" / "axe-core" / "axe.min.js").read_text(encoding
 def launch_browser() -> Iterator[Any]:
     expect.set_options(timeout=1000 * SECONDS)
     with sync_playwright() as browsers:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # for root, in a container
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # needed for root in a container
         launched = browsers.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=1000 * SECONDS)
         yield launched
         launched.close()
@@ -26,7 +26,7 @@ def launch_browser() -> Iterator[Any]:
 
 @contextmanager
 def open_page(browser: Any, url: str) -> Iterator[Any]:
-    """The page with its key, in a tab of its own. At the end nothing may have gone wrong in it."""
+    """The page with its key, in its own tab. Fails at the end if the page had an error."""
     context = browser.new_context()
     opened = context.new_page()
     opened.set_default_timeout(1000 * SECONDS)
@@ -44,7 +44,7 @@ def open_page(browser: Any, url: str) -> Iterator[Any]:
 
 
 def find_serious(page: Any) -> list[tuple[str, list[str]]]:
-    """The rules of accessibility that what is shown breaks seriously, according to axe-core, and the elements."""
+    """The accessibility rules that the shown page violates seriously, according to axe-core, and the elements."""
     if page.evaluate("typeof axe") == "undefined":
         page.evaluate(AXE)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")

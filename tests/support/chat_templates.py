@@ -1,4 +1,4 @@
-"""Small chat templates, one for each built-in dialect, that write turns in the way of the published ones."""
+"""Small chat templates, one per built-in dialect, that write turns like the published ones."""
 
 from __future__ import annotations
 

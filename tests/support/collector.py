@@ -1,4 +1,4 @@
-"""A collector of traces: takes OTLP over HTTP, and keeps the spans."""
+"""A trace collector that accepts OTLP over HTTP and keeps the spans."""
 
 from __future__ import annotations
 

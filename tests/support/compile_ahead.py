@@ -1,6 +1,6 @@
-"""Compiles kernels ahead for a GPU that need not be there, and prints one JSON line about what happened.
+"""Compiles kernels in advance for a GPU that need not be present, and prints one JSON line about the outcome.
 
-A test starts this as a process of its own, where kernels are not interpreted."""
+A test starts this as a separate process, in which kernels are not interpreted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
     )
     x, weight, wide = torch.ones(3, 64), torch.ones(64), torch.ones(3, 512)
     run = triton.JITFunction.run
-    torch.use_deterministic_algorithms(True)  # what torch does not fill holds NaN
+    torch.use_deterministic_algorithms(True)  # uninitialised tensors hold NaN
     with torch.inference_mode(), compile_ahead(2):
         results = [rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), layer_norm(x, weight, weight, 1e-6)]
         rms_norm(wide, wide[0], 1e-6)

@@ -1,4 +1,4 @@
-"""An engine's settings, for tests that need some and no model."""
+"""An engine's settings, for tests that need settings but no model."""
 
 from serve_llm.engine.config import Config
 

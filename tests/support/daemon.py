@@ -23,7 +23,7 @@ SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
 
 
 class Daemon:
-    """Started at once; `wait_until_serving` gives the URL. A context manager that ends the process."""
+    """Starts at once; `wait_until_serving` returns the URL. A context manager that ends the process."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Daemon:
         folder: Path | None = None,
         machine: Machine | None = None,
     ) -> None:
-        """folder: where it starts. machine: on which one, if not here."""
+        """folder: working directory. machine: where to run it, if not on this one."""
         command = [SERVE_LLM, *arguments, "--port", "0"]
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env = inherited | (environ or {})
@@ -65,7 +65,7 @@ class Daemon:
         return self.url
 
     def wait_until_logged(self, pattern: str) -> re.Match[str]:
-        """The first line of the log in which the pattern is found, once it is there."""
+        """Wait for the first log line that matches the pattern, and return it."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             ended = not self._reader.is_alive()
@@ -76,7 +76,7 @@ class Daemon:
             time.sleep(0.05)
 
     def wait(self, seconds: float = 30.0) -> int:
-        """The exit code, once it has ended by itself."""
+        """Wait for the daemon to end by itself, and return the exit code."""
         code = self.process.wait(seconds)
         self._reader.join(seconds)
         return code
@@ -88,7 +88,7 @@ class Daemon:
             self.process.send_signal(number)
 
     def engine_pids(self) -> list[int]:
-        """Of the engine processes, in the order of their indexes."""
+        """Process ids of the engines, ordered by index."""
         found = []
         for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended just now
@@ -110,7 +110,7 @@ class Daemon:
         return found
 
     def metrics(self, engine: int | None = None) -> dict[str, float]:
-        """Samples of /metrics, of one engine if it is named, by their names; labels dropped and values added up."""
+        """Samples of /metrics by name, of one engine if given; labels are dropped and values added up."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         samples: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""A server under a load that gives each panel of deploy's Grafana dashboards something to show."""
+"""A server under a load that gives each panel of the Grafana dashboards something to show."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pathlib import Path
 from support.daemon import Daemon
 from support.dashboard_panels import WAIT_SECONDS, Panel, Prometheus, read_panels
 
-# Two engines, one of which is killed; a queue that is soon full; drafts; the rest of what a panel is about.
+# Two engines, one of which is killed; a queue that fills up quickly; drafts; and whatever other panels need.
 OPTIONS = ("demo", "-dp", "2", "--max-queue", "8", "--max-num-seqs", "4", "--responses-store", "memory")
 OPTIONS += ("--speculative-config", '{"method": "ngram"}', "--kv-offload-memory", "16MiB")
 OPTIONS += ("--kv-cache-memory", "7MiB")
 NUM_CLIENTS = 5
-BURST = 60  # requests at once, of which some are refused
+BURST = 60  # simultaneous requests, some of which are refused
 SOURCE = "def area(width, height):\n    return width * height\n\n"
 
 
 class Load:
-    """Clients of a server, and what goes wrong there, until it is left."""
+    """Clients of a server, and faults, until the block ends."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._url = daemon.url.rstrip("/")
@@ -46,7 +46,7 @@ class Load:
             thread.join()
 
     def burst(self) -> None:
-        """Ask for more at once than the queue holds."""
+        """Send more requests at once than the queue holds."""
         body = {"prompt": [SOURCE] * 4, "max_tokens": 8}
         with ThreadPoolExecutor(BURST) as executor:
             list(executor.map(lambda _: self._post("/v1/completions", body), range(BURST)))

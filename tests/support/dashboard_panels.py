@@ -1,6 +1,6 @@
-"""What the panels of deploy's Grafana dashboards show of a server, asked of a real Prometheus.
+"""What the panels of the Grafana dashboards show about a server, queried from a real Prometheus.
 
-Needs nothing but what serving needs, so that tools/dashboard_picture.py runs after `make serve`.
+Needs only what serving needs, so that tools/dashboard_picture.py runs after `make serve`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMETHEUS = shutil.which("prometheus")
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana"
 SCRAPE_SECONDS = 1
 WAIT_SECONDS = 240.0
-# Grafana's variables. The interval is that of four scrapes, as Grafana chooses it.
+# Grafana's variables. The interval is four scrapes, as Grafana chooses it.
 VARIABLES = {"$__rate_interval": f"{4 * SCRAPE_SECONDS}s", "$model_name": ".*", "$instance": ".*"}
 
 
@@ -49,7 +49,7 @@ class Panel:
 
 
 class Prometheus:
-    """A process that scrapes one server. A context manager that ends it."""
+    """A Prometheus process that scrapes one server. A context manager that ends it."""
 
     def __init__(self, url: str, directory: Path, api_key: str | None = None) -> None:
         """url: of the server. directory: an empty one for its data. api_key: of the server, if it asks for one."""

@@ -22,7 +22,7 @@ from serve_llm.server.dialects.tool import Tool
 
 Arguments = dict[str, object]
 
-# One of each kind of written call, for tests that are slow with all dialects.
+# One dialect for each kind of call syntax, for tests that are slow with all dialects.
 FEW_DIALECTS = ("hermes", "qwen3_5", "llama3_pythonic", "mistral_ids", "glm4_7", "harmony", "gemma4")
 
 WEATHER = Tool(
@@ -55,7 +55,7 @@ class ParsedCall:
 
 @dataclass
 class Turn:
-    """The pieces put together. Fails if they are out of order."""
+    """A turn joined from its pieces. Fails if they are out of order."""
 
     reasoning: str = ""
     content: str = ""
@@ -82,7 +82,7 @@ class Turn:
         return self
 
     def decode_calls(self) -> list[tuple[str, object]]:
-        """Names and arguments of the calls; all of them must have ended."""
+        """Names and arguments of the calls, all of which must be complete."""
         assert all(call.has_ended for call in self.calls)
         return [(call.name, json.loads(call.arguments)) for call in self.calls]
 

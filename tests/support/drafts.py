@@ -17,7 +17,7 @@ def find_draft_model(engine: EngineCore) -> HeadDraftModel:
 
 
 def check_head(engine: EngineCore) -> None:
-    """Some guesses were right, some wrong, and the head has given everything back."""
+    """Assert that some guesses were right, some wrong, and that the head has released everything."""
     assert_drafted(engine)
     model = find_draft_model(engine)
     model.sequences.check_integrity()
@@ -25,7 +25,7 @@ def check_head(engine: EngineCore) -> None:
 
 
 def record_guesses(engine: EngineCore) -> list[tuple[list[int], list[int]]]:
-    """All guesses from now on, each with the ids that it follows."""
+    """Record all guesses from now on, each with the preceding ids."""
     model = find_draft_model(engine)
     propose = model.propose
     found: list[tuple[list[int], list[int]]] = []

@@ -1,4 +1,4 @@
-"""Tiny EAGLE-3 heads in the layout of published checkpoints, random or trained on what a tiny model says."""
+"""Tiny EAGLE-3 heads in the layout of published checkpoints, random or trained on a tiny model's output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG: dict[str, object] = {
 
 
 class Served:
-    """The model that a head is for, by transformers."""
+    """The served model of a head, in transformers."""
 
     def __init__(self, directory: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -44,8 +44,7 @@ class Served:
 
     @torch.no_grad()
     def states(self, ids: Sequence[int], layers: Sequence[int] | None = None) -> Tensor:
-        """(tokens, 3 * hidden_size): what the layers that a head looks at read. layers: None for those of a head that
-        names none."""
+        """(tokens, 3 * hidden_size): the inputs of the layers that a head reads. layers: None for the default."""
         hidden = self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states
         count = len(hidden) - 1
         return torch.cat([hidden[layer][0] for layer in layers or sorted((2, count // 2, count - 3))], dim=-1)
@@ -88,8 +87,8 @@ def build_head(served: Served, draft_vocab_size: int, *, std: float = 0.3, **ove
 
 
 def train(head: Head, served: Served, texts: Sequence[Sequence[int]], layers: Sequence[int] | None = None) -> None:
-    """Make the head say what comes in these texts, as far as it has their ids: from the model's states only. layers:
-    as for `Served.states`."""
+    """Train the head to continue these texts from the model's states only, as far as it has their ids. layers: as in
+    `Served.states`."""
     own_ids = torch.full((served.vocab_size,), -100)
     own_ids[head.tensors["t2d"]] = torch.arange(len(head.tensors["d2t"]))
     samples = []
@@ -108,7 +107,7 @@ def train(head: Head, served: Served, texts: Sequence[Sequence[int]], layers: Se
 
 
 def use_speculators_format(head: Head, layers: Sequence[int]) -> None:
-    """Change the head's config and names to those of the library speculators. layers: whose inputs it reads."""
+    """Change the head's config and names to those of the speculators library. layers: whose inputs it reads."""
     outer = {
         "architectures": ["Eagle3Speculator"],
         "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},

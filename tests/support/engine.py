@@ -1,4 +1,4 @@
-"""A real engine inside the test's process: no sockets, integrity checked after every step."""
+"""A real engine in the test's process, without sockets, whose integrity is checked after every step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_engine(
     layers: Sequence[int] | None = None,
     **options: object,
 ) -> EngineCore:
-    """The engine that `serve-llm directory` with these options would start. A small cache unless one is named.
+    """The engine that `serve-llm directory` would start with these options. The cache is small unless a size is given.
 
     tensor, pipeline, split, layers: ranks as threads of this process (`support.ranks`).
     """
@@ -51,8 +51,8 @@ def make_engine(
 
 
 def make_draft_model(options: EngineOptions, config: Config) -> tuple[Config, DraftModel | None]:
-    """The served model's settings, and the draft model that the options name. Test checkpoints have no tokenizer that
-    could be compared."""
+    """The served model's settings, and the draft model that the options name. Test checkpoints have no tokenizers to
+    compare."""
     if config.speculation is None or not config.speculation.has_draft_model:
         return config, None
     directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
@@ -64,7 +64,7 @@ def make_draft_model(options: EngineOptions, config: Config) -> tuple[Config, Dr
 def make_engines(
     directory: Path, meeting: Path, engines: int, tensor: int = 1, pipeline: int = 1, **options: object
 ) -> list[EngineCore]:
-    """Several engines that share out experts. meeting: a directory for their sockets. All else as `make_engine`."""
+    """Several engines that share experts. meeting: a directory for their sockets. The rest as in `make_engine`."""
     given = {
         "data_parallel_size": engines,
         "tensor_parallel_size": tensor,
@@ -101,7 +101,7 @@ def make_engines(
 
 
 def generate_together(engines: Sequence[EngineCore], shares: Sequence[Sequence[Request]]) -> list[dict[int, Result]]:
-    """What each engine makes of its share of the requests, all at the same time; engines without any take part."""
+    """Each engine's outputs for its share of the requests, run at the same time; engines without requests take part."""
 
     def work(index: int) -> dict[int, Result]:
         try:
@@ -141,7 +141,7 @@ class Result:
 
 
 def generate(engine: EngineCore, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[int, Result]:
-    """Run requests to their end. `arrivals`: the step before which each one comes (default: all before the first)."""
+    """Run requests to their end. `arrivals`: the step before which each arrives (default: all before the first)."""
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     results = {request.id: Result() for request in requests}
     step = 0

@@ -1,4 +1,4 @@
-"""Random experts and tokens that choose among them, for tests of kernels."""
+"""Random experts, and tokens routed to them, for tests of kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Case:
         return ((pack(self.first[n], first[n]), pack(self.last[n], last[n])) for n in own)
 
     def check(self, found: Tensor, expected: Tensor) -> None:
-        """Results are about as large as 1."""
+        """Results have a magnitude of about 1."""
         tolerance = 2e-5 if self.x.dtype == torch.float32 else 3e-2
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 

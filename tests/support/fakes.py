@@ -1,4 +1,5 @@
-"""An engine by script: the shape of `server.engines.client.EngineClient`, without processes, sockets or sleeps."""
+"""A scripted engine with the interface of `server.engines.client.EngineClient`, without processes, sockets or
+sleeps."""
 
 from __future__ import annotations
 
@@ -39,18 +40,18 @@ class Open:
     request: Request
     sink: Sink
     ids: Sequence[int]
-    num_given: int  # tokens, those of `Request.output_ids` included
+    num_given: int  # tokens, including those of `Request.output_ids`
     is_new: bool = True  # has had no output
 
 
 class ScriptedEngine:
-    """Each request gets the ids of `script(request)`, over and over, until a stop id or max_tokens; if it has some
-    already, those after them.
+    """Each request gets the ids of `script(request)`, repeated until a stop id or max_tokens; if it already has some
+    ids, it continues after them.
 
     A pooling request gets `script(request)` as its vector.
 
-    `automatic`: steps follow each other from the event loop while requests are open; else the test calls `step`.
-    `tokens_per_step`: how many tokens a step brings each request.
+    `automatic`: the event loop runs steps while requests are open; otherwise the test calls `step`.
+    `tokens_per_step`: how many tokens each request gets per step.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class ScriptedEngine:
         self.stats.step_tokens = sum(len(output.token_ids) for output in outputs)
         self.meter.count_step(self.stats)
         for output in outputs:
-            # What an earlier sink of this step aborted gets nothing more; what ended in this step still gets its end.
+            # A request that an earlier sink of this step aborted gets nothing more; one that ended still gets its end.
             if output.id in self.open or output.finish_reason is not None:
                 sinks[output.id](output)
 
@@ -161,7 +162,7 @@ class ScriptedEngine:
 
 
 def logprobs_of(token_id: int, count: int, asked: Sequence[int] = ()) -> TokenLogprobs:
-    """Made up, but a function of the token: it is the likeliest if its id is even, else the second."""
+    """Made up, but a function of the token: it is the most likely one if its id is even, otherwise the second."""
     rank = 1 + token_id % 2
     logprob = -0.25 * rank
     others = [other for other in range(10, 10 + count + 1) if other != token_id]
@@ -174,7 +175,7 @@ def logprobs_of(token_id: int, count: int, asked: Sequence[int] = ()) -> TokenLo
 
 
 class FixedEngines:
-    """A `server.engines.scaler.ScalableEngines` that counts what it is asked for."""
+    """A `server.engines.scaler.ScalableEngines` that counts its calls."""
 
     def __init__(self, num_engines: int) -> None:
         self.num_engines = num_engines

@@ -10,6 +10,6 @@ KILLER, RAISER, SLEEPER, STARVER = (
     4002,
     4003,
     4004,
-)  # tokens of the demo model; its prompts in text hold none of them
+)  # tokens of the demo model that occur in none of its text prompts
 _FOLDER = str(Path(__file__).with_name("faulty"))
 FAULTS = {"PYTHONPATH": os.pathsep.join(filter(None, (_FOLDER, os.environ.get("PYTHONPATH"))))}

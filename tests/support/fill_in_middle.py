@@ -1,4 +1,4 @@
-"""Models that know how to fill in the middle of a text."""
+"""Models that support filling in the middle of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults at start, each with what it must end with: the table of tests/e2e/test_first_cause.py."""
+"""Start-up faults and the error that each must end with: the table of tests/e2e/test_first_cause.py."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Fault:
     arguments: tuple[str, ...] = ("{model}",)
     damage: Callable[[Path], object] = lambda model: None
     environ: dict[str, str] = dataclasses.field(default_factory=dict)
-    is_bug: bool = False  # then there is a traceback as well
+    is_bug: bool = False  # whether there is a traceback as well
 
 
 def configured(**changes: object) -> Callable[[Path], None]:
-    """Damage to config.json; None takes a key away."""
+    """Damage config.json; None removes a key."""
 
     def change(model: Path) -> None:
         config = json.loads((model / "config.json").read_text()) | changes
@@ -42,7 +42,7 @@ def configured(**changes: object) -> Callable[[Path], None]:
 
 
 def cut(name: str, share: float) -> Callable[[Path], None]:
-    """A file of which only the beginning was copied."""
+    """Truncate a file, as if only its beginning had been copied."""
 
     def change(model: Path) -> None:
         whole = (model / name).read_bytes()
@@ -60,7 +60,7 @@ def without(name: str) -> Callable[[Path], object]:
 
 
 def index_of(name: str) -> Callable[[Path], None]:
-    """Weights that lie, by their index, in another file, which exists."""
+    """Weights that the index places in a different, existing file."""
 
     def change(model: Path) -> None:
         (model / "model.safetensors").rename(model.parent / "other.safetensors")

@@ -1,5 +1,5 @@
-"""A stand-in for vLLM's build of FlashAttention-3 on the Hub, with its signatures. Computes on a CPU, and refuses what
-that would refuse."""
+"""A stand-in for vLLM's build of FlashAttention-3 on the Hub, with its signatures. Computes on a CPU and refuses the
+same inputs."""
 
 from __future__ import annotations
 

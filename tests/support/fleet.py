@@ -37,7 +37,7 @@ class Fleet:
         )
 
     def start_streams(self, bodies: list[dict[str, Any]]) -> subprocess.Popen[str]:
-        """Returns once all have begun."""
+        """Start the streams. Returns once all have begun."""
         return start_streams(self._machines[0], self.url, bodies)
 
     def texts_of(self, client: subprocess.Popen[str]) -> list[str]:
@@ -49,7 +49,7 @@ class Fleet:
             raise AssertionError("the streams do not end:\n" + "\n--\n".join(logs)) from None
 
     def count_logged(self, pattern: str) -> int:
-        """In how many lines of node 0's log the pattern is found."""
+        """The number of lines in node 0's log that match the pattern."""
         return sum(re.search(pattern, line) is not None for line in list(self.first.log))
 
     def samples(self, name: str) -> dict[str, float]:
@@ -60,7 +60,7 @@ class Fleet:
         return {line.split('engine="')[1].split('"')[0]: float(line.rpartition(" ")[2]) for line in found}
 
     def end(self) -> None:
-        """End in order; nothing is left on any machine."""
+        """Shut down; assert that nothing is left on any machine."""
         self.first.signal(signal.SIGTERM)
         nodes = [self.first, *(node for node in self.others if node.process.poll() is None)]
         assert [node.wait(LIMIT) for node in nodes] == [0] * len(nodes), [node.log[-3:] for node in nodes]

@@ -36,8 +36,8 @@ def read_spec(directory: Path) -> tuple[ModelSpec, WeightMap]:
 def load(
     directory: Path, dtype: torch.dtype = torch.float32, int8: bool = False, int8_lm_head: bool = True
 ) -> tuple[ModelSpec, Decoder]:
-    """The checkpoint in `directory` as the engine would load it. int8: as with `--quantization int8`, the LM head
-    included unless `int8_lm_head` is false."""
+    """The checkpoint in `directory` as the engine would load it. int8: as with `--quantization int8`, including the LM
+    head unless `int8_lm_head` is false."""
     spec, weight_map = read_spec(directory)
     if int8:
         spec = spec.with_int8()
@@ -48,14 +48,14 @@ def load(
 def load_whole(
     directory: Path, spec: ModelSpec, weight_map: WeightMap, dtype: torch.dtype = torch.float32, **how: Any
 ) -> Decoder:
-    """`load_model` for the only rank there is."""
+    """`load_model` for a single rank."""
     whole = build_shard(spec, ParallelLayout(), 0)
     return load_model(directory, spec, weight_map, shard=whole, groups=ProcessGroups(), dtype=dtype, device=CPU, **how)
 
 
 class Harness:
-    """Sequences in the KV cache of one decoder. Blocks outside a window are given back at once and filled with NaN.
-    dtype: of the cache, the decoder's or int8."""
+    """Sequences in the KV cache of one decoder. Blocks outside a window are freed at once and filled with NaN. dtype:
+    of the cache; the decoder's or int8."""
 
     def __init__(self, spec: ModelSpec, decoder: Decoder, dtype: torch.dtype, block_size: int = 16, seed: int = 0):
         self.spec, self.decoder, self.block_size = spec, decoder, block_size
@@ -63,7 +63,7 @@ class Harness:
         num_blocks, scale = 600, 0
         self.nothing = torch.nan
         if dtype == torch.int8:
-            scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a scale of NaN
+            scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a NaN scale
         self.caches = [
             torch.full((64, mixer.count_state(mixer.num_heads, mixer.num_kv_heads)), torch.nan)
             if isinstance(mixer, DeltaNetSpec)
@@ -131,7 +131,7 @@ class Harness:
         return GroupInputs(torch.cat(slots), torch.from_numpy(split.table), chunks)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], max_chunk: int | None = None) -> list[Tensor]:
-        """Logprobs after each id of each prompt, side by side; in random chunks of up to `max_chunk` ids."""
+        """Logprobs after each id of each prompt, computed together in random chunks of up to `max_chunk` ids."""
         found: dict[int, list[Tensor]] = {number: [] for number in range(len(prompts))}
         rest = {number: list(prompt) for number, prompt in enumerate(prompts)}
         while rest:
@@ -142,7 +142,7 @@ class Harness:
         return [torch.cat(parts) for parts in found.values()]
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """The likeliest continuation of each prompt, all decoded in one batch."""
+        """The most likely continuation of each prompt, all decoded in one batch."""
         last = [int(rows[-1].argmax()) for rows in self.logprobs(prompts)]
         ids = [[token_id] for token_id in last]
         for _ in range(num_tokens - 1):

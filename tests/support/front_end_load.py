@@ -1,4 +1,4 @@
-"""Clients that send requests one after the other, and which front end process had which of their connections."""
+"""Clients that send requests one by one, and a record of which front end process had which connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY = {"model": "demo", "temperature": 0, "ignore_eos": True}
 
 @dataclass
 class Load:
-    """What the clients of one run met. lost: the local port of each connection that ended within a request, and why."""
+    """The outcome of one run. lost: the local port of each connection that ended during a request, and why."""
 
     expected: dict[int, str]  # max_tokens -> the text
     num_answered: int = 0
@@ -42,7 +42,7 @@ class Load:
 
 
 class Clients:
-    """A context manager: threads that send requests until it is left, or until `num_requests` are answered."""
+    """A context manager: threads that send requests until the block ends, or until `num_requests` are answered."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Clients:
             thread.join(300)
 
     def wait_for(self, num_more: int) -> None:
-        """Until so many more requests were answered."""
+        """Wait until the given number of further requests has been answered."""
         target = self.load.num_answered + num_more
         while self.load.num_answered < target and any(thread.is_alive() for thread in self._threads):
             time.sleep(0.01)
@@ -133,12 +133,12 @@ def read_status(daemon: Daemon, headers: dict[str, str] | None = None) -> dict[s
 
 
 def list_front_ends(daemon: Daemon, phase: str = "serving") -> list[int]:
-    """Their process ids, the oldest first."""
+    """Process ids of the front ends, oldest first."""
     return [one["pid"] for one in read_status(daemon)["front_ends"] if one["phase"] == phase]
 
 
 def kill_front_end(pid: int) -> set[int]:
-    """kill -9. Returns the clients' ports of the connections that it had."""
+    """kill -9 a front end. Returns the client ports of its connections."""
     process = psutil.Process(pid)
     process.suspend()  # so that it accepts no more
     ports = {one.raddr.port for one in process.net_connections("inet") if one.raddr}

@@ -1,4 +1,4 @@
-"""A front end's app, linked to a server in the same process by the messages that they would exchange."""
+"""A front end's app, linked to a server in the same process through the messages that they would exchange."""
 
 from __future__ import annotations
 

@@ -86,9 +86,9 @@ def make_gguf(
     """Write a random model to directory/model.gguf, and the same numbers in float32 to directory/plain. Returns the
     vocabulary's size.
 
-    storage: the type of linear layers, such as "Q4_K". others: the types of tensors whose names end so. leave_out: a
-    tensor that the file lacks. metadata: more keys. tensors_per_file: 0 for one file, else for several,
-    model-00001-of-0000N.gguf and so on. architecture: the family's if empty.
+    storage: the type of linear layers, such as "Q4_K". others: the types of tensors, by the end of their names.
+    leave_out: a tensor that the file lacks. metadata: additional keys. tensors_per_file: 0 for one file, otherwise for
+    several, model-00001-of-0000N.gguf and so on. architecture: the family's if empty.
     """
     usual, sizes = FAMILIES[family]
     architecture = architecture or usual
@@ -161,7 +161,7 @@ def add_rope_factors(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def pack(values: np.ndarray, kind: GGMLQuantizationType, generator: np.random.Generator) -> np.ndarray:
-    """The values as blocks where the gguf package quantises them so, else blocks of random numbers."""
+    """The values as blocks if the gguf package supports the type, otherwise blocks of random numbers."""
     try:
         return quants.quantize(values, kind)
     except NotImplementedError:
@@ -174,7 +174,7 @@ def pack(values: np.ndarray, kind: GGMLQuantizationType, generator: np.random.Ge
         return blocks.reshape(*values.shape[:-1], -1)
 
 
-SCALES = {  # where a block has its float16 numbers, and how large these are, for weights of about 0.1
+SCALES = {  # position of a block's float16 numbers, and their magnitude for weights of about 0.1
     "Q2_K": ((80, 6e-3), (82, 9e-3)),
     "Q3_K": ((108, 2e-3),),
     "Q4_K": ((0, 4e-4), (2, 3e-3)),
@@ -186,13 +186,13 @@ SCALES = {  # where a block has its float16 numbers, and how large these are, fo
 
 
 def permute(rows: np.ndarray, heads: int, back: bool = False) -> np.ndarray:
-    """Bring the two halves of each head's rows into turns, as llama.cpp's converter does, or back."""
+    """Interleave the two halves of each head's rows, as llama.cpp's converter does, or undo this."""
     halves = (heads, -1, 2) if back else (heads, 2, -1)
     return rows.reshape(*halves, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def merge_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each projection of all of a layer's experts as one tensor."""
+    """Each projection of a layer's experts as one tensor."""
     merged: dict[str, list[torch.Tensor]] = {}
     result: dict[str, torch.Tensor] = {}
     tensors = split_gate_up(tensors)
@@ -205,7 +205,7 @@ def merge_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def split_gate_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The experts of gpt-oss with gate and up apart, and stacks as (experts, outputs, inputs)."""
+    """The experts of gpt-oss with separate gate and up, and stacks as (experts, outputs, inputs)."""
     result = {f"{name}.weight" if name.endswith(".sinks") else name: tensor for name, tensor in tensors.items()}
     for name in [name for name in tensors if ".experts.gate_up_proj" in name or ".experts.down_proj" in name]:
         if not (match := GPT_OSS_EXPERTS.fullmatch(name)):

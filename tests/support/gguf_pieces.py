@@ -1,4 +1,4 @@
-"""How llama.cpp's converter stores architectures whose tensors are cut and joined otherwise than in checkpoints, and
+"""How llama.cpp's converter stores architectures whose tensors are split or joined differently from checkpoints, and
 the metadata that it writes for them."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def write_tensors(
     names: gguf.TensorNameMap,
     storage: str,
 ) -> None:
-    """Write the file, and change `plain` to what it stands for."""
+    """Write the file, and change `plain` to the values that it represents."""
     generator = np.random.default_rng(0)
     for name, views in pieces.items():
         shape = plain[name].shape[1:] if name in plain else views[0].shape[1:]
@@ -103,8 +103,7 @@ def write_tensors(
 
 
 def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Name as the converter has it before it renames -> views of tensors of `plain`, whose rows follow each other in
-    the file."""
+    """The converter's name before renaming -> views of tensors of `plain` whose rows follow each other in the file."""
     pieces: dict[str, list[Tensor]] = {}
     for name, tensor in plain.items():
         if any(part in name for part in QKV):
@@ -142,7 +141,7 @@ def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -
 
 
 def split_qkv(family: str, config: dict[str, Any], tensor: Tensor) -> list[Tensor]:
-    """All query rows, then those of keys, then those of values."""
+    """All query rows, then all key rows, then all value rows."""
     heads = config.get("n_head") or config["num_attention_heads"]
     if family == "falcon":
         groups = tensor.view(config["num_kv_heads"], heads // config["num_kv_heads"] + 2, -1, *tensor.shape[1:])
@@ -151,7 +150,7 @@ def split_qkv(family: str, config: dict[str, Any], tensor: Tensor) -> list[Tenso
     return [groups[:, part] for part in range(3)]
 
 
-NAMES = {  # what the map of the gguf package lacks
+NAMES = {  # entries that the gguf package's map lacks
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",

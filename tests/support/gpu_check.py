@@ -1,4 +1,4 @@
-"""The modules of tests/gpu, which are on the path of its own programs alone."""
+"""Imports the modules of tests/gpu, which are only on the path of its own programs."""
 
 from __future__ import annotations
 

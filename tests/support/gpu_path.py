@@ -1,7 +1,7 @@
-"""What a GPU does with a step, done on a CPU: lengths that are read where kernels read them, captured steps that are
-replayed over their buffers, results that are looked at only when the engine asks for them.
+"""Runs a step on a CPU the way a GPU would: lengths are read where kernels read them, captured steps are replayed over
+their buffers, and results are only read when the engine asks for them.
 
-The kernels are plain ones that keep the contract of a GPU's: numbers of the host count for nothing but bounds.
+The kernels are plain ones with the contract of GPU kernels: numbers from the host are used only as bounds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def pack_experts(*arguments: Any) -> moe.Experts:
 
 
 class AdapterSlots:
-    """See `kernels.lora.LoRASlots`. An adapter's products are made for all rows, and taken where it is the row's."""
+    """See `kernels.lora.LoRASlots`. Computes each adapter's products for all rows and uses those of its own rows."""
 
     def __init__(self, num_slots: int, max_rank: int, inputs: int, parts: Sequence[int], *_: object) -> None:
         self._held: list[tuple[Tensor, Sequence[ExpansionWeight]] | None] = [None] * num_slots
@@ -129,7 +129,7 @@ KERNELS = replace(
 
 
 class Recorder:
-    """Captures as a GPU does: what was computed is computed again, from the same tensors into the same one."""
+    """Captures like a GPU: a replay repeats the computation, from the same tensors into the same one."""
 
     def __init__(self, *_: object) -> None:
         self.sizes: list[int] = []
@@ -152,7 +152,7 @@ def make_gpu_engine(
     stages: int = 1,
     **more: object,
 ) -> EngineCore:
-    """An engine that works as on a GPU. more: fields of Config, or options."""
+    """An engine that behaves as on a GPU. more: fields of Config, or options."""
     monkeypatch.setattr(load, "choose", lambda *_, **__: kernels)
     monkeypatch.setattr(runner, "CudaCapture", Recorder)
     as_on_gpu = {"async_scheduling": stages == 1, "enforce_eager": False, "kv_cache_dtype": "auto"}
@@ -174,7 +174,7 @@ def graphs_of(engine: EngineCore) -> runner.StepGraphs:
 
 
 def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
-    """Ids, reasons and ranks are equal, and log-probabilities nearly."""
+    """Assert that ids, reasons and ranks are equal and log-probabilities nearly equal."""
     for number, wanted in expected.items():
         result = found[number]
         assert (result.token_ids, result.finish_reason) == (wanted.token_ids, wanted.finish_reason), f"request {number}"

@@ -1,4 +1,4 @@
-"""Hostile requests, from families: what is wrong with each, and the statuses that answer it.
+"""Hostile requests, in families: what is wrong with each, and the allowed statuses of the reply.
 
 Every request is a method, a path, headers and a body; `cases` gives them all, in the same order every time.
 """
@@ -74,7 +74,7 @@ def numbers() -> Iterator[Case]:
 
 
 def types() -> Iterator[Case]:
-    """A value of a type that the field does not have."""
+    """Values of the wrong type."""
     for name in (*NUMBERS, "stop", "stop_token_ids", "logit_bias", "stream", "bad_words", "model", "cache_salt"):
         for value in ({}, [[]], "\x00", True) if name != "stream" else ({}, [], "yes", 3):
             if (name, value) not in (("logit_bias", {}), ("stop", "\x00"), ("cache_salt", "\x00")):
@@ -154,7 +154,7 @@ def small_fields() -> Iterator[Case]:
 
 
 def texts() -> Iterator[Case]:
-    """Not UTF-8, halves of characters."""
+    """Invalid UTF-8, incomplete characters."""
     for broken in (b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x80", b"\xe2\x82"):
         yield Case(f"bytes {broken!r}", COMPLETIONS, b'{"prompt": "' + broken + b'"}')
     for escape in ("\\ud800", "\\udfff\\ud800", "\\u12", "\\x41"):
@@ -176,7 +176,7 @@ def ids() -> Iterator[Case]:
 
 
 def sizes() -> Iterator[Case]:
-    """Too much of something: refused by a limit, before it costs anything."""
+    """Too much of something: a limit refuses it before it costs anything."""
     yield completion("prompt", prompt="x" * 10_000_000)
     yield completion("words", prompt="word " * 200_000)
     yield completion("ids", prompt=[5] * 500_000)
@@ -197,7 +197,7 @@ def sizes() -> Iterator[Case]:
 
 
 def costly() -> Iterator[Case]:
-    """Within the limits, and much work: it must not stall others."""
+    """Expensive requests within the limits, which must not stall others."""
     found = [
         completion("bad words", n=16, max_tokens=20, bad_words=[f"{number} " * 200 for number in range(256)]),
         completion("biases", n=64, max_tokens=5, logit_bias={str(number): 1 for number in range(4096)}),
@@ -297,8 +297,8 @@ VECTORS: dict[str, dict[str, object]] = {
 
 
 def vectors() -> Iterator[Case]:
-    """Routes whose replies are vectors. A server that embeds refuses what is right for /classify as well, and one that
-    classifies what is right for /v1/embeddings."""
+    """Routes whose replies are vectors. An embedding server also refuses valid requests to /classify, and a classifier
+    also refuses valid requests to /v1/embeddings."""
     for path, good in VECTORS.items():
         text = next(reversed(good))
         wrong: list[dict[str, object]] = [
@@ -338,7 +338,7 @@ def vectors() -> Iterator[Case]:
 
 
 def classifier_cases() -> list[Case]:
-    """For a server that classifies; its scores are those of pairs of texts."""
+    """For a classifier, whose scores are those of pairs of texts."""
     pair: dict[str, object] = {"queries": "x", "documents": ["y"]}
     wrong: list[tuple[str, dict[str, object]]] = [("/classify", {"input": "x", "dimensions": 2})]
     for changed in (
@@ -365,7 +365,7 @@ RESPONSES = "/v1/responses"
 
 
 def stored() -> Iterator[Case]:
-    """Stored responses that are not there, pages that cannot be, and references to nothing."""
+    """Missing stored responses, impossible pages, and dangling references."""
     for name in (
         "resp_x",
         "%00",

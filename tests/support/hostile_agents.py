@@ -223,7 +223,7 @@ def flat_tools() -> Iterator[Case]:
 
 
 def custom_tools() -> Iterator[Case]:
-    """Of chat completions, with grammars that would be endless or huge written out."""
+    """Custom tools of chat completions, with grammars that would be infinite or huge when expanded."""
     names = [f"n{number}" for number in range(40)]
     definitions = [
         "",

@@ -12,7 +12,7 @@ from support.hostile import CLIENT_ERROR, Case, chat, completion
 
 Schema = dict[str, object]
 OK = frozenset({200})
-MAYBE = CLIENT_ERROR | {200}  # cheap enough to be served, if the limits allow it
+MAYBE = CLIENT_ERROR | {200}  # cheap enough to be served if the limits allow it
 
 
 def grammar_cases() -> list[Case]:
@@ -43,7 +43,7 @@ def nested(depth: int, keyword: str = "properties") -> Schema:
 
 
 def alternatives(depth: int, keyword: str) -> Schema:
-    """Two ways at each of so many levels."""
+    """Two alternatives at each of a number of levels."""
     schema: Schema = {"type": "string"}
     for _ in range(depth):
         ways = [{"type": "object", "properties": {name: schema}, "required": [name]} for name in "ab"]
@@ -132,7 +132,7 @@ def schema_bombs() -> Iterator[Case]:
 
 
 def grammars() -> Iterator[Case]:
-    """Not regexes, not grammars, without any text."""
+    """Invalid regexes and grammars, and grammars without any text."""
     for regex in ("(", "[z-a]", "a{5,2}", "(?=a)", r"\1", "(?P<n>a)(?P=n)", "*", "\x00", r"\p{Nonsense}"):
         yield constrained(f"regex {regex!r}", regex=regex)
     for source in (
@@ -291,7 +291,7 @@ def histories() -> Iterator[Case]:
 
 
 def odd_but_valid() -> Iterator[Case]:
-    """What clients send, although no API documents it."""
+    """Requests that clients send although no API documents them."""
     user = {"role": "user", "content": "x"}
     result = {"role": "tool", "tool_call_id": "c1", "content": "r"}
     without_id = {"role": "tool", "content": "r"}

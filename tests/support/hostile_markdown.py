@@ -1,4 +1,4 @@
-"""Answers that try to run code in the page, or to send its reader or its key elsewhere."""
+"""Answers that try to run code in the page, or to send the user or the key elsewhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""LangChain's standard tests of chat models and embeddings, against the server at the address in CLIENTS_URL. A pytest
-of their own runs them (tests/e2e/test_clients.py), because they bring plugins that the other tests do not have.
+"""LangChain's standard tests of chat models and embeddings, run against the server at CLIENTS_URL. A separate pytest
+runs them (tests/e2e/test_clients.py), because they need plugins that the other tests do not have.
 
-The demo model calls tools because it must, but neither with what was asked for nor only once, and tests of that are
-skipped."""
+The demo model calls tools when forced to, but with wrong arguments and more than once; tests of these are skipped."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def clusters(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def pods(resource: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(role, pod template) of each kind of pod that a resource makes; the role is daemon, head or worker."""
+    """(role, pod template) of each kind of pod that a resource creates; the role is daemon, head or worker."""
     if resource["kind"] == "Deployment":
         yield "daemon", resource["spec"]["template"]
     for cluster in clusters(resource):
@@ -46,7 +46,7 @@ def pods(resource: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def crd_schema(plural: str) -> dict[str, Any]:
-    """The JSON schema of a ray.io/v1 resource, strict: what it does not name is refused."""
+    """The strict JSON schema of a ray.io/v1 resource, which refuses unknown fields."""
     (crd,) = documents(CRDS / f"ray.io_{plural}.yaml")
     (version,) = (version for version in crd["spec"]["versions"] if version["name"] == "v1")
     return strict(version["schema"]["openAPIV3Schema"])

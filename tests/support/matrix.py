@@ -1,4 +1,4 @@
-"""The long matrix: what is tested of every family, and what only of a few unless `-m slow` or `-m long` asks for the
+"""The long matrix: what is tested for every family, and what only for a few unless `-m slow` or `-m long` asks for the
 rest."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ FEW = ("llama", "mistral", "gpt2", "gemma3_text", "mixtral", "deepseek_v3", "gpt
 
 
 def mostly_slow(values: Iterable[Any], fast: Collection[Any] = FEW) -> list[Any]:
-    """For `parametrize`: the values, all but the fast ones marked as slow."""
+    """Values for `parametrize`, with all but the fast ones marked as slow."""
     return _mark_others(values, fast, pytest.mark.slow)
 
 
 def mostly_long(values: Iterable[Any], others: Collection[Any]) -> list[Any]:
-    """For `parametrize`: the values, all but the others marked as long."""
+    """Values for `parametrize`, with all but the others marked as long."""
     return _mark_others(values, others, pytest.mark.long)
 
 

@@ -1,8 +1,8 @@
-"""The engine's path on a GPU over tensors of the meta device, which have shapes and no numbers: whatever reads a number
-back, or mixes tensors of host and device, fails there. Triton's kernels are not run, but what they would be compiled
-for is noted.
+"""The engine's GPU path over tensors of the meta device, which have shapes but no numbers: code that reads a number
+back, or mixes host and device tensors, fails. Triton's kernels do not run, but the signatures for which they would be
+compiled are recorded.
 
-Only `Transfer` may bring numbers to the device, and nothing while a step is captured.
+Only `Transfer` may copy numbers to the device, and nothing may while a step is captured.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Arrived:
 
 
 class NoNumbers(TorchFunctionMode):
-    """Refuses tensors that are made of Python's numbers: on a GPU they are copied from memory that is not pinned."""
+    """Refuses tensors made from Python numbers: on a GPU, they are copied from memory that is not pinned."""
 
     def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         assert function not in MADE_OF_NUMBERS, f"numbers of the host: {function.__name__}"
@@ -63,8 +63,8 @@ class NoNumbers(TorchFunctionMode):
 
 @dataclass
 class Watch(TorchDispatchMode):
-    """What happens inside a step. As a mode, beside `NoNumbers`, it refuses what meta tensors let pass: tensors of the
-    host, but for those that `Transfer` has, and masks as indices, for which a GPU's host waits."""
+    """What happens inside a step. Used as a mode together with `NoNumbers`, it refuses what meta tensors allow: host
+    tensors other than those of `Transfer`, and masks as indices, for which a GPU's host waits."""
 
     copies: int = 0  # to the device
     captured: list[int] = field(default_factory=list)  # sizes

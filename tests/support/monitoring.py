@@ -1,4 +1,4 @@
-"""What deploy/ asks Prometheus for: the expressions of the alert rules and of the Grafana dashboards."""
+"""The PromQL expressions of the alert rules and Grafana dashboards in deploy/."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PREFIX = "serve_llm_"
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 
 
-# The one complaint of `promtool check metrics`, for which it ends with 3: the name is vLLM's.
+# The only complaint of `promtool check metrics`, which then exits with 3: the name is vLLM's.
 COMPLAINT = f'{PREFIX}iteration_tokens_total non-counter metrics should not have "_total" suffix'
 
 
 def check_metrics(scrape: str) -> None:
-    """Raise AssertionError unless `promtool check metrics` finds nothing else in an answer of /metrics."""
+    """Raise AssertionError if `promtool check metrics` finds anything else in a reply of /metrics."""
     done = subprocess.run(["promtool", "check", "metrics"], input=scrape, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", COMPLAINT + "\n")
 
@@ -40,7 +40,7 @@ def dashboards() -> list[dict[str, Any]]:
 
 
 def expressions() -> dict[str, str]:
-    """PromQL by where it stands."""
+    """PromQL by its location."""
     found = {f"alert {rule['alert']}": str(rule["expr"]) for rule in alert_rules()}
     for shown in dashboards():
         uid = shown["uid"]

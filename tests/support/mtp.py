@@ -1,4 +1,4 @@
-"""Tiny models with an MTP layer, in the layout of published checkpoints, trained on what the model says."""
+"""Tiny models with an MTP layer, in the layout of published checkpoints, trained on the model's output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_mtp_checkpoint(layer: MTPLayer, directory: Path) -> None:
 
 
 def train(layer: MTPLayer, texts: Sequence[Sequence[int]]) -> None:
-    """Make the layer say what comes in these texts, from the model's states only."""
+    """Train the layer to continue these texts from the model's states only."""
     with torch.no_grad():
         samples = [(torch.tensor(text[1:-1]), layer.states(text[:-2]), torch.tensor(text[2:])) for text in texts]
     weights = [tensor.requires_grad_() for tensor in layer.tensors.values()]

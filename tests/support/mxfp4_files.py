@@ -24,8 +24,8 @@ def random_blocks(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def make_mxfp4(directory: Path) -> int:
-    """Write a random gpt-oss with its experts as blocks to directory/packed, and with what transformers makes of these
-    to directory/plain. Returns the vocabulary's size."""
+    """Write a random gpt-oss with its experts as blocks to directory/packed, and with the values that transformers
+    reads from them to directory/plain. Returns the vocabulary's size."""
     plain, packed = directory / "plain", directory / "packed"
     vocab_size = make_checkpoint(plain, "gpt_oss", **SIZES)
     shutil.copytree(plain, packed)

@@ -1,10 +1,10 @@
-"""Several "machines" on this one: each has network, mount, process, name and IPC namespaces of its own, on one bridge.
+"""Several "machines" on this one: each has its own network, mount, process, name and IPC namespaces, on one bridge.
 
-A machine has an address (10.77.0.1, 10.77.0.2, ...), a host name and a /dev/shm of its own, sees only its own
-processes, and shares the files. Nothing leaves the bridge. Faults go into the routing rules of the machine that would
-receive (silently dropped, as by a firewall or a broken link), so that the sender finds out as in a real network.
+A machine has its own address (10.77.0.1, 10.77.0.2, ...), host name and /dev/shm, sees only its own processes, and
+shares the files. Nothing leaves the bridge. Faults are routing rules of the receiving machine that drop packets
+silently, like a firewall or a broken link, so the sender notices them as in a real network.
 
-Needs root, iproute2 and util-linux; `Machines` skips the test with the reason where something is missing.
+Needs root, iproute2 and util-linux; if something is missing, `Machines` skips the test with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _serial = itertools.count()
 
 
 def why_not() -> str | None:
-    """Why there can be no namespaces here, None if there can."""
+    """Why namespaces cannot be used here; None if they can."""
     for tool in ("ip", "unshare", "nsenter", "mount"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (Debian packages iproute2, util-linux)"
@@ -51,14 +51,14 @@ class Machine:
         folders = "".join(f"mkdir -p {folder} && mount -t tmpfs tmpfs {folder} && " for folder in private)
         script = (
             f"hostname {self.name} && mount -t tmpfs -o size={shm_size} tmpfs /dev/shm && {folders} echo ready && "
-            "while read -r line; do :; done"  # until the test's process is gone, however it went
+            "while read -r line; do :; done"  # lasts until the test's process is gone, however it ended
         )
         spaces = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         command = ["ip", "netns", "exec", space, *spaces, "--propagation", "private", "sh", "-c", script]
         self._init = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._init.stdout is not None and self._init.stdout.readline() == "ready\n", "a machine does not start"
         self._inside = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()[0]
-        # The rule that knows the own addresses comes first by default; faults must come before it.
+        # By default, the rule for the machine's own addresses comes first; faults must come before it.
         self.ip("rule", "add", "pref", "100", "lookup", "local")
         self.ip("rule", "del", "pref", "0")
 
@@ -90,19 +90,19 @@ class Machine:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def signal(self, process: subprocess.Popen[str], number: signal.Signals) -> None:
-        """To the command that `popen` started; signals to the process itself do not reach it."""
+        """Signal the command that `popen` started; signals to the process itself do not reach it."""
         (inside,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(inside), number)
 
     def drop(self, *match: str) -> None:
-        """Silently drop what comes in and matches, as `ip rule` words it: ("from", address), ("ipproto", "tcp",
+        """Silently drop incoming packets that match, in the syntax of `ip rule`: ("from", address), ("ipproto", "tcp",
         "dport", "5000-5010")."""
         rule = ("iif", "eth0", *match, "blackhole")
         self.ip("rule", "add", "pref", "10", *rule)
         self._rules.append(rule)
 
     def restore(self) -> None:
-        """Drop nothing any more."""
+        """Stop dropping packets."""
         while self._rules:
             self.ip("rule", "del", "pref", "10", *self._rules.pop())
 
@@ -110,7 +110,7 @@ class Machine:
         self.drop("ipproto", "tcp", "dport", str(port))
 
     def set_mtu(self, size: int) -> None:
-        """The interface's own MTU, which the machine knows of."""
+        """Set the interface's own MTU, which the machine knows."""
         self.ip("link", "set", "eth0", "mtu", str(size))
 
     def unplug(self) -> None:
@@ -120,7 +120,7 @@ class Machine:
         self.ip("link", "set", "eth0", "up")
 
     def power_off(self) -> None:
-        """All its processes are gone at once, without a word to anyone."""
+        """End all its processes at once, without notifying anyone."""
         if self.on:
             self.on = False
             self.unplug()  # first: its kernel must not close connections
@@ -136,14 +136,14 @@ class Machine:
 
 
 class Machines:
-    """A context manager: N machines on one bridge; gone at its end with everything that runs on them."""
+    """A context manager: N machines on one bridge, removed at the end with everything that runs on them."""
 
     def __init__(
         self, number: int, *, subnet: str = "10.77.0", shm_size: str = "1g", private: Sequence[str] = ()
     ) -> None:
-        """private: folders that start empty and are each machine's own, such as /tmp/ray."""
+        """private: folders that start empty and are private to each machine, such as /tmp/ray."""
         self._number, self._subnet, self._shm_size, self._private = number, subnet, shm_size, private
-        self._prefix = f"t{os.getpid():x}-{next(_serial)}"  # several test runs at once do not meet
+        self._prefix = f"t{os.getpid():x}-{next(_serial)}"  # so that simultaneous test runs do not conflict
         self._machines: list[Machine] = []
         self._spaces: list[str] = []
 
@@ -184,12 +184,12 @@ class Machines:
         return Machine(number, space, address, self._shm_size, self._private)
 
     def cut(self, source: int, target: int) -> None:
-        """Nothing of what source sends to target arrives; the other direction goes on."""
+        """Drop everything that source sends to target; the other direction still works."""
         self[target].drop("from", self[source].address)
 
     def set_path_mtu(self, number: int, size: int) -> None:
-        """Larger packets to and from the machine are lost on the way, without word, while its own interface still
-        says 1500: a switch or tunnel with a smaller MTU whose ICMP is filtered."""
+        """Silently lose larger packets to and from the machine while its own interface still says 1500, like a switch
+        or tunnel with a smaller MTU whose ICMP is filtered."""
         # Forwarding between the ends of a cable checks the receiver's MTU, but not for segments that a real card would
         # only cut later: so every machine cuts its own.
         for machine in self:
@@ -197,7 +197,7 @@ class Machines:
         _ip("-n", self._bridge, "link", "set", f"ve{number}", "mtu", str(size))
 
     def delay(self, number: int, milliseconds: float) -> None:
-        """What the machine sends takes longer. Skips the test where the kernel has no netem."""
+        """Delay what the machine sends. Skips the test if the kernel has no netem."""
         inside = ["ip", "netns", "exec", self[number].space]
         netem = ["tc", "qdisc", "replace", "dev", "eth0", "root", "netem", "delay", f"{milliseconds}ms"]
         run = subprocess.run([*inside, *netem], capture_output=True, text=True)

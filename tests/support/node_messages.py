@@ -1,4 +1,4 @@
-"""What tests of node 0 and of other nodes by script share: no ranks run, the connection is real."""
+"""Shared by tests of node 0 and of scripted other nodes: no ranks run, but the connection is real."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from support.daemon import Daemon
 
 FAKE_HOSTS = str(Path(__file__).parent / "fakehost")
-LIMIT = 120.0  # seconds; more than anything here takes on a busy machine
+LIMIT = 120.0  # seconds; more than enough on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory", "32MiB", "--device", "cpu")
 ONCE = ("--max-restarts", "0")
@@ -24,7 +24,7 @@ def body(model: str = "demo", **more: object) -> str:
 
 
 def complete(url: str, model: str = "demo") -> list[str]:
-    """Greedy continuations of all prompts, at once."""
+    """Greedy continuations of all prompts, requested at once."""
     request = urllib.request.Request(
         url + "/v1/completions", body(model).encode(), {"Content-Type": "application/json"}
     )
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 class Hosts:
-    """Nodes that are processes of this machine, each on a host that it believes to be its own."""
+    """Nodes as processes of this machine, each of which believes that it is on a separate host."""
 
     def __init__(self, secret: str | None = "s3cret") -> None:
         self.address = f"127.0.0.1:{free_port()}"

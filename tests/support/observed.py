@@ -1,6 +1,6 @@
-"""Which features a test uses together, as seen in the engines that it builds and the requests that it makes.
+"""Records which features a test uses together, from the engines that it builds and the requests that it sends.
 
-A test with the marker `pairs` fails unless each pair was in use: both features in an engine and one of its requests.
+A test with the marker `pairs` fails unless each pair was used: both features in an engine and one of its requests.
 docs/features.md is made from these markers, so that it cannot name a test that does something else.
 """
 
@@ -35,7 +35,7 @@ VECTOR_PATHS = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank", 
 SOURCES = {"ngram": "speculation", "draft_model": "draft model", "eagle3": "draft head", "mtp": "draft head"}
 HYBRIDS = ("qwen3_next", "qwen3_5")  # model types with linear attention begin so
 CALL_MARK = "tool_call"  # in the grammar of a call
-SHARED_CHARACTERS = 64  # of JSON that two prompts begin with; with fewer, they may share no block
+SHARED_CHARACTERS = 64  # characters of JSON shared by two prompts; with fewer, they may share no block
 
 
 def _list_engine_features(config: Config | Options, tensor: int, pipeline: int, engines: int) -> Iterable[str]:
@@ -121,13 +121,13 @@ class _Context:
 
 
 class Observer:
-    """A context manager: what the test does meanwhile."""
+    """A context manager that records what the test does inside it."""
 
     def __init__(self) -> None:
         self._patch = pytest.MonkeyPatch()
         self._engines: dict[int, tuple[EngineCore, _Context]] = {}  # by the id of its running sequences
         self._offline: dict[int, _Context] = {}  # by the id of its replicas
-        self._replicas: list[Any] = []  # kept, so that their ids stay theirs
+        self._replicas: list[Any] = []  # kept alive, so that their ids are not reused
         self._servers: dict[str, _Context] = {}  # by port
         self._prompts: dict[str, set[str]] = {}  # beginnings of prompts, by port
         self._draft_counts: dict[int, int] = {}
@@ -161,7 +161,7 @@ class Observer:
         self._patch.setattr(owner, name, call)
 
     def find_pairs(self) -> set[frozenset[str]]:
-        """The pairs that were in use so far."""
+        """The pairs that have been used so far."""
         contexts = [*self._offline.values(), *self._servers.values()]
         for engine, context in self._engines.values():
             drafts = self._draft_counts.get(id(engine.scheduler._running), 0)
@@ -248,5 +248,5 @@ class Observer:
 
 
 def find_missing(pairs: Iterable[str], seen: set[frozenset[str]]) -> list[str]:
-    """Those of the pairs, written "LoRA + TP", that were not in use."""
+    """The pairs, written "LoRA + TP", that were not used."""
     return [pair for pair in pairs if frozenset(pair.split(" + ")) not in seen]

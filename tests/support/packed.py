@@ -19,7 +19,7 @@ from torch import Tensor
 from support.quantised import is_linear
 from support.tiny import make_checkpoint
 
-SIZES: dict[str, dict[str, Any]] = {  # whole words of 32 numbers
+SIZES: dict[str, dict[str, Any]] = {  # multiples of a word's 32 numbers
     "": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16},
     "opt": {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 64},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4},
@@ -43,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {  # whole words of 32 numbers
 }
 SIZES["gemma3_text"] = SIZES[""] | {"num_key_value_heads": 2}
 HEADS = {"num_key_value_heads": 2}
-SCALED = {  # family -> the module before which AutoAWQ scales, and the activation that undoes it
+SCALED = {  # family -> the module whose input AutoAWQ scales, and the activation that undoes this
     "bloom": ("mlp.dense_4h_to_h", "mlp.gelu_impl"),
     "falcon": ("mlp.dense_4h_to_h", "mlp.act"),
     "gptj": ("mlp.fc_out", "mlp.act"),
@@ -86,7 +86,7 @@ def quantise(weight: Tensor, packing: Packing) -> Integers:
     size = packing.group_size or inputs
     groups = np.arange(inputs) // size
     if packing.has_order:
-        groups = np.random.default_rng(inputs).permutation(groups)  # modules of the same input share their order
+        groups = np.random.default_rng(inputs).permutation(groups)  # modules with the same input share their order
     top = 2**packing.bits - 1
     codes = np.zeros((outputs, inputs), np.int64)
     zeros = np.full((outputs, groups.max() + 1), (top + 1) // 2)
@@ -114,7 +114,7 @@ def pack_words(values: np.ndarray, bits: int) -> Tensor:
 
 
 def pack_awq_words(values: np.ndarray) -> Tensor:
-    """The same of 4 bits with the columns of a word in AutoAWQ's order."""
+    """The same for 4 bits, with the columns of a word in AutoAWQ's order."""
     columns = np.concatenate([8 * word + np.array([0, 2, 4, 6, 1, 3, 5, 7]) for word in range(values.shape[1] // 8)])
     return pack_words(values[:, columns], 4)
 
@@ -191,7 +191,7 @@ def make_packed(
 
 
 def pack_checkpoint(plain: Path, packed: Path, packing: Packing, choose: Callable[[str], bool] = is_linear) -> None:
-    """Write the checkpoint `plain` to `packed` with packed weights, and change `plain` to what these stand for."""
+    """Write the checkpoint `plain` to `packed` with packed weights, and change `plain` to the values they represent."""
     packed.mkdir()
     tensors = load_file(plain / "model.safetensors")
     family = json.loads((plain / "config.json").read_text())["model_type"]

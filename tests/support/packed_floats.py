@@ -20,7 +20,7 @@ from support.tiny import make_checkpoint
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NF4 = torch.tensor([-1.0, -0.7, -0.5, -0.4, -0.3, -0.2, -0.1, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0])
-Packed = tuple[dict[str, Tensor], Tensor]  # suffix -> tensor of one module, and the weight that they stand for
+Packed = tuple[dict[str, Tensor], Tensor]  # suffix -> tensor of one module, and the weight that they represent
 
 
 def _compressed(stored: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
@@ -245,7 +245,8 @@ def make_packed(
 
 
 def pack_checkpoint(directory: Path, form: str, choose: Callable[[str], bool] = is_linear) -> None:
-    """Write the model in directory/plain to directory/packed, and round the former likewise. See `make_packed`."""
+    """Write the model in directory/plain to directory/packed, and round the former in the same way. See
+    `make_packed`."""
     tensors = load_file(directory / "plain" / "model.safetensors")
     stored = {}
     for name in sorted(tensors):

@@ -1,4 +1,4 @@
-"""The app on a scripted engine, listening, in a thread: for browsers. Its engine makes a step when the test says so."""
+"""The app on a scripted engine, listening in a thread, for browsers. Its engine runs a step when the test says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PageServer:
     def __init__(self) -> None:
         self.options = make_options("demo", api_key="key", tensor_parallel_size=2, pipeline_parallel_size=2)
         self.model = ServedModel.load(resolve_model("demo"), self.options)
-        self.answer = ""  # the text that the model writes, over and over
+        self.answer = ""  # the text that the model writes repeatedly
         self.listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/"
         self.loop = asyncio.new_event_loop()
@@ -90,7 +90,7 @@ class PageServer:
         self.run(join)
 
     def read_prompt(self) -> str:
-        """The newest one."""
+        """The newest request."""
         return self.model.tokenizer.decode(self.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
 
 

@@ -15,7 +15,7 @@ from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.rows import RowKernels
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
-TOKENS = 4000  # that a cache has room for
+TOKENS = 4000  # tokens for which a cache has room
 
 
 @dataclass
@@ -42,12 +42,12 @@ def make_sequence(length: int, shape: Shape, dtype: torch.dtype, seed: int) -> S
 
 class Cache:
     """A strided view into a buffer full of NaN, with a random free list. dtype: torch.int8 for rows of `cache_int8`.
-    parts: 1 where the values are a part of the keys."""
+    parts: 1 if the values are part of the keys."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, rng: random.Random, parts: int = 2) -> None:
         _, kv_heads, head_dim, block_size = shape
         blocks, width = TOKENS // block_size, head_dim + (4 if dtype == torch.int8 else 0)
-        self.nothing = -1 if dtype == torch.int8 else torch.nan  # four bytes of -1 are a scale of NaN
+        self.nothing = -1 if dtype == torch.int8 else torch.nan  # four bytes of -1 are a NaN scale
         flat = torch.full((blocks, 3 * parts * kv_heads * block_size * width + 5), self.nothing, dtype=dtype)
         inner = parts * kv_heads * block_size * width
         self.view = flat[:, inner : 2 * inner].unflatten(1, (parts, kv_heads, block_size, width))
@@ -60,17 +60,17 @@ class Cache:
 
 
 class Compiled:
-    """One variant of the compiled kernels by the names of `kernels.attention`."""
+    """One variant of the compiled kernels under the names of `kernels.attention`."""
 
     def __init__(self, library: Library) -> None:
         self.paged_attention = library.paged_attention
         self._rope_and_cache = RowKernels(library).rope_and_cache
 
     def write_cache(self, key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
-        if value is None:  # of which there is no compiled one
+        if value is None:  # there is no compiled version
             attention.write_cache(key, None, cache, slots)
             return
-        qkv = torch.cat((key, key, value), 1).flatten(1)  # each token's keys in place of its queries
+        qkv = torch.cat((key, key, value), 1).flatten(1)  # with each token's keys in place of its queries
         self._rope_and_cache(qkv, key.shape[1], None, None, cache, slots)
 
 
@@ -84,8 +84,8 @@ def run(
     int8: bool = False,
     **how: Any,
 ) -> list[Tensor]:
-    """Each sequence's outputs, computed side by side in random chunks of at most `chunk` tokens (None: whole).
-    how: more arguments of `paged_attention`."""
+    """Each sequence's outputs, computed together in random chunks of at most `chunk` tokens (None: whole). how: more
+    arguments of `paged_attention`."""
     is_latent = how.get("value_dim") is not None
     cache = Cache(shape, torch.int8 if int8 else sequences[0].query.dtype, rng, parts=1 if is_latent else 2)
     tables = [cache.table(len(sequence)) for sequence in sequences]
@@ -107,7 +107,7 @@ def run(
             table[row, gone:used] = torch.tensor(tables[n][gone:used], dtype=torch.int32)
             positions = range(done[n], done[n] + count)
             slots += [tables[n][p // cache.block_size] * cache.block_size + p % cache.block_size for p in positions]
-            cache.view[tables[n][:gone]] = cache.nothing  # given back: anything may stand there
+            cache.view[tables[n][:gone]] = cache.nothing  # freed: may contain anything
         parts = [(sequences[n], slice(done[n], done[n] + count)) for n, count in zip(members, counts, strict=True)]
         key, value = torch.cat([s.key[part] for s, part in parts]), torch.cat([s.value[part] for s, part in parts])
         kernels.write_cache(key, None if is_latent else value, cache.view, torch.tensor(slots))

@@ -21,7 +21,8 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def check_logprobs(directory: Path, plain: Path, prompts: Sequence[list[int]]) -> ModelSpec:
-    """Log-probabilities in float32 are those that transformers computes from `plain`. Returns the model's spec."""
+    """Assert that log-probabilities in float32 equal those that transformers computes from `plain`. Returns the model's
+    spec."""
     spec, decoder = load(directory)
     for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
         assert (ours - reference_logprobs(plain, prompt)).abs().max() < 5e-4
@@ -31,7 +32,7 @@ def check_logprobs(directory: Path, plain: Path, prompts: Sequence[list[int]]) -
 def check_greedy(
     directory: Path, plain: Path, prompts: Sequence[list[int]], grids: Iterable[dict[str, Any]], num_tokens: int = 6
 ) -> None:
-    """Engines of these ranks generate the tokens that one rank does from `plain`, greedily, in float32."""
+    """Assert that engines with these ranks generate the greedy tokens of one rank from `plain`, in float32."""
     requests = [greedy(number, prompt, num_tokens, logprobs=0) for number, prompt in enumerate(prompts)]
     expected = generate(make_engine(plain, dtype="float32"), requests)
     for grid in grids:

@@ -1,4 +1,4 @@
-"""Tiny random embedding models and classifiers, written by transformers, and what transformers makes of a prompt."""
+"""Tiny random embedding models and classifiers, written by transformers, and transformers' results for a prompt."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def make_pooled_checkpoint(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
-            middle = 0.0 if architecture.startswith("Gemma") else 1.0  # whose norms add 1
+            middle = 0.0 if architecture.startswith("Gemma") else 1.0  # models whose norms add 1
             parameter.copy_(noise * 0.2 + middle if is_norm else noise * std)
     model.save_pretrained(directory)
     if modules:
@@ -113,7 +113,7 @@ def _build_config(architecture: str, **overrides: Any) -> transformers.PreTraine
 
 
 def write_modules(directory: Path, modules: Sequence[str], pooling: str, size: int) -> None:
-    """The files of sentence-transformers beside a checkpoint. Dense layers keep the size, with a bias and tanh."""
+    """Write sentence-transformers' files next to a checkpoint. Dense layers keep the size, with a bias and tanh."""
     listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for number, kind in enumerate(modules, 1):
         folder = directory / f"{number}_{kind}"
@@ -158,7 +158,7 @@ def pooling_request(number: int, ids: Sequence[int], **fields: Any) -> Request:
 
 
 def compute_vectors(engine: EngineCore, requests: Sequence[Request]) -> dict[int, Tensor]:
-    """The vector of each pooling request; None for others. All requests run together."""
+    """The vector of each pooling request; None for other requests. All run together."""
     engine.add_requests(requests)
     vectors = {}
     while engine.has_work:

@@ -1,4 +1,4 @@
-"""config.json of published checkpoints, cut down to the keys that say something about sizes."""
+"""config.json of published checkpoints, reduced to the keys that determine sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def llama(
     width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 128256, **more: object
 ) -> dict[str, object]:
-    """Of the Llama family, bfloat16."""
+    """config.json of the Llama family, in bfloat16."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": width,

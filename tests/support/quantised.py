@@ -48,8 +48,8 @@ DELTA_NET = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 
 
 def is_linear(name: str) -> bool:
-    """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module of its layers, routers of
-    experts left out."""
+    """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module in its layers, except for
+    routers of experts."""
     ends = ("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight", "w1.weight", "w2.weight", "w3.weight")
     return name.endswith((*ends, *NEOX, *GPTJ, *DEEPSEEK, *QWEN1, *MPT, *DELTA_NET))
 
@@ -62,10 +62,10 @@ def quantise_checkpoint(
     ignore: Sequence[str] = ("lm_head",),
     heads: Sequence[str] = (),
 ) -> Path:
-    """Write `source` to `directory` (created) with int8 weights in all linear modules but those in `ignore`, which may
-    be patterns, and in the modules `heads`, such as LM heads.
+    """Write `source` to `directory` (created) with int8 weights in all linear modules except those in `ignore`, which
+    may be patterns, and in the modules `heads`, such as LM heads.
 
-    Also to `directory`/dequantised: the same weights in floating point. Returns that folder.
+    Also write the same weights in floating point to `directory`/dequantised. Returns that folder.
     """
     plain = directory / "dequantised"
     plain.mkdir(parents=True)
@@ -101,7 +101,7 @@ def edit_config(directory: Path, change: Callable[[dict[str, Any]], None]) -> No
 
 
 def _as_int8(module: object, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Each token's numbers as 8 bits hold them, halves up."""
+    """Each token's numbers rounded to 8 bits, halves up."""
     (x,) = inputs
     largest = x.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     return (((x * (127 / largest) + 0.5).floor() * largest / 127),)
@@ -111,8 +111,8 @@ def _as_int8(module: object, inputs: tuple[Tensor]) -> tuple[Tensor]:
 def int8_logprobs(
     plain: Path, prompts: Sequence[Sequence[int]], ignore: Sequence[str] = (), heads: Sequence[str] = ()
 ) -> list[Tensor]:
-    """What transformers says after each id when every linear module of the layers, and of `heads`, gets rounded
-    activations, in float32. plain: a checkpoint whose weights int8 can hold."""
+    """transformers' log-probabilities after each id, in float32, when every linear module of the layers and of `heads`
+    gets rounded activations. plain: a checkpoint whose weights int8 can represent."""
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
     for name, module in model.named_modules():
         if name in heads or (is_linear(f"{name}.weight") and name not in ignore):

@@ -1,7 +1,7 @@
-"""Qwen 1, which transformers has no class for, in plain torch operations: the oracle of the parity tests.
+"""Qwen 1, for which transformers has no class, in plain torch operations: the oracle of the parity tests.
 
-Importing this module registers it, so that transformers' Auto classes find it. For sequences of at most `seq_length`
-tokens, up to which dynamic NTK and the logarithmic scaling of queries change nothing.
+Importing this module registers it, so that transformers' Auto classes find it. It supports sequences of at most
+`seq_length` tokens, up to which dynamic NTK and the logarithmic scaling of queries have no effect.
 """
 
 from __future__ import annotations

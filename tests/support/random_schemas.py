@@ -1,4 +1,4 @@
-"""Random JSON schemas with valid and invalid values. Only keywords that a grammar enforces exactly occur in them."""
+"""Random JSON schemas with valid and invalid values. They only use keywords that a grammar enforces exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_schema(chooser: random.Random, depth: int = 0) -> Schema:
 
 
 def build_value(chooser: random.Random, schema: Schema) -> object:
-    """A valid value, its properties in the order of the schema."""
+    """A valid value, with properties in schema order."""
     if "enum" in schema:
         return chooser.choice(schema["enum"])  # type: ignore[arg-type]
     for keyword in ("anyOf", "oneOf"):
@@ -48,7 +48,7 @@ def build_value(chooser: random.Random, schema: Schema) -> object:
 
 
 def change_value(chooser: random.Random, value: object) -> object:
-    """The value with one change somewhere in it, which may leave it valid."""
+    """The value with one change somewhere, after which it may still be valid."""
     if isinstance(value, dict) and value and chooser.random() < 0.8:
         copy = dict(value)
         name = chooser.choice(list(copy))

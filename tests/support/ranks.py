@@ -1,7 +1,7 @@
 """Tensor- and pipeline-parallel ranks as threads of the test's process, over groups and links in memory.
 
-They check what a group asks of its callers: the same call, shape and dtype on every rank. A rank that fails makes all
-others fail at their next wait, and nobody waits for ever.
+They check what a group requires of its callers: the same call, shape and dtype on every rank. If a rank fails, all
+others fail at their next wait, so that nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, Schedule
 from serve_llm.engine.worker.worker import Worker
 
 Result = TypeVar("Result")
-TIMEOUT = 60.0  # seconds; nothing takes nearly as long unless a rank is missing
-END = None  # in an inbox: no more batches
+TIMEOUT = 60.0  # seconds; only a missing rank takes this long
+END = None  # in an inbox, this means no more batches
 
 
 class Meeting:
@@ -43,7 +43,7 @@ class Meeting:
         self._slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * size
 
     def exchange(self, rank: int, call: str, x: Tensor, what: object = None) -> list[Tensor]:
-        """What each rank brought, in rank order; copies. what: must be the same for all; by default the shape."""
+        """Copies of each rank's contribution, in rank order. what: must be equal on all ranks; by default the shape."""
         assert x.is_contiguous() or call == "all_gather", f"{call} takes a contiguous tensor"
         self._slots[rank] = (f"{call} {what or list(x.shape)} {x.dtype}", x.clone())
         self._barrier.wait()
@@ -67,7 +67,7 @@ class MemoryGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         found = self._meeting.exchange(self.rank, "all_reduce", x)
-        x.fill_(torch.nan)  # callers have to take what is returned
+        x.fill_(torch.nan)  # callers must use the returned tensor
         total = found[0].float()
         for tensor in found[1:]:
             total += tensor.float()
@@ -114,8 +114,8 @@ class Ranks:
         engine: int = 0,
         num_redundant: int = 0,
     ) -> None:
-        """columns: one for each rank, shared with the same rank of the engines that share out experts. engine: which
-        one this is. num_redundant: experts of a layer that are held twice."""
+        """columns: one for each rank, shared with the same rank of the engines that share experts. engine: this
+        engine's index. num_redundant: experts of a layer that are held twice."""
         self.grid, self.columns, self.engine = grid, columns, engine
         part = {"engine": engine, "engines": columns[0].size, "redundant_experts": num_redundant} if columns else {}
         self.shards = [build_shard(spec, grid, rank, split, layers, **part) for rank in range(grid.size)]
@@ -142,8 +142,8 @@ class Ranks:
 
 
 def run_together(size: int, work: Callable[[int], Result], abort: Callable[[], None]) -> list[Result]:
-    """`work(rank)` on all ranks at once; raises what the first one that failed raised, after `abort()` has freed those
-    that wait for it."""
+    """Run `work(rank)` on all ranks at once. Raises the error of the rank that failed first, after `abort()` has freed
+    the ranks that wait for it."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
@@ -188,7 +188,7 @@ class ThreadExecutor(Executor):
         self.close = weakref.finalize(self, _end, self._inboxes)
 
     def check(self) -> None:
-        """A failure shows in the next step."""
+        """A failure is reported in the next step."""
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[list[RunnerOutput]]:
         future: Future[list[RunnerOutput]] = Future()

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster on machines in network namespaces, and a daemon there."""
+"""Nodes of a Ray cluster on machines in network namespaces, and a daemon on one of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from support.namespaces import Machine
 from support.ray_nodes import STORE_BYTES, environment
 
 RAY = ("--distributed-executor-backend", "ray")
-LIMIT = 180.0  # seconds; more than anything here takes on a busy machine
+LIMIT = 180.0  # seconds; more than enough on a busy machine
 
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
-    """For the files of one Ray."""
+    """A folder for the files of one Ray cluster."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
@@ -33,7 +33,7 @@ def wait_until(true: Callable[[], object], what: str) -> None:
 
 
 def start_ray(machine: Machine, folder: Path, num_cpus: int, head: str = "", **environ: str) -> None:
-    """A node of the cluster whose head has this address, or the head itself. Returns when it is part of it."""
+    """Start a node of the cluster whose head has this address, or the head itself. Returns when it has joined."""
     log = folder.with_suffix(f".{machine.name}")
     where = ["--address", f"{head}:6379"] if head else ["--head", "--port=6379", "--include-dashboard=false"]
     own = [f"--node-ip-address={machine.address}", f"--num-cpus={num_cpus}", f"--object-store-memory={STORE_BYTES}"]
@@ -51,7 +51,7 @@ def start_ray(machine: Machine, folder: Path, num_cpus: int, head: str = "", **e
 def serve_on(
     host: Machine, folder: Path, log: Path, *options: str, model: str = "demo"
 ) -> tuple[subprocess.Popen[str], str]:
-    """A daemon on this machine, once it serves, and its URL."""
+    """Start a daemon on this machine. Returns it and its URL once it serves."""
     where = ("--served-model-name", "demo", "--host", host.address, "--port", "8000")
     with log.open("w") as output:
         daemon = host.popen(SERVE_LLM, model, *RAY, *options, *where, env=environment(folder), stderr=output)

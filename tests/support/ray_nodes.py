@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this host (`ray.cluster_utils`), in a process of its own.
+"""A Ray cluster of several nodes on this host (`ray.cluster_utils`), in a separate process.
 
-Ray changes the process that imports it, so the test's process does not. Run as a program, it starts the nodes, says the
-address, and answers each line on standard input with a line of JSON.
+Ray changes the process that imports it, so the test's process must not. Run as a program, this module starts the nodes,
+prints the address, and answers each line on standard input with a line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def skip_without_ray() -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For all processes of one cluster. folder: for its files; a short path, because sockets lie there."""
+    """The environment of a cluster's processes. folder: for its files; a short path, because it holds sockets."""
     return QUIET | {"RAY_TMPDIR": str(folder)}
 
 
@@ -35,7 +35,7 @@ class RayNodes:
     """A context manager; `address` is the head's."""
 
     def __init__(self, num_cpus: Sequence[int], folder: Path) -> None:
-        """num_cpus: of each node, the head first. As many GPUs as CPUs are made up: Ray believes what it is told."""
+        """num_cpus: of each node, head first. Ray is told that there are as many GPUs as CPUs, which it believes."""
         skip_without_ray()
         self.environ = environment(folder)
         command = [sys.executable, str(Path(__file__)), *map(str, num_cpus)]
@@ -46,7 +46,7 @@ class RayNodes:
         self.environ |= {"RAY_ADDRESS": self.address}
 
     def ask(self, question: str) -> Any:
-        """groups: what the placement groups that exist have, as [node id of each bundle, ...]; free: CPUs in all."""
+        """groups: the existing placement groups, as [node id of each bundle, ...]; free: total free CPUs."""
         assert self._process.stdin is not None
         self._process.stdin.write(question + "\n")
         self._process.stdin.flush()
@@ -55,7 +55,7 @@ class RayNodes:
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("> "):  # all else is Ray's
+            if line.startswith("> "):  # the rest is Ray's own output
                 return json.loads(line[2:])
         raise AssertionError("the Ray cluster does not start")
 

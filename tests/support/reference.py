@@ -1,4 +1,4 @@
-"""What transformers says about a checkpoint: the oracle of the parity tests."""
+"""transformers' results for a checkpoint: the oracle of the parity tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @lru_cache(maxsize=2)
 def reference_model(directory: Path, dtype: str = "float32") -> PreTrainedModel:
-    """The checkpoint in `directory`, converted to `dtype`, attention and experts in their plainest form."""
+    """The checkpoint in `directory`, converted to `dtype`, with the simplest attention and experts."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
 
@@ -27,7 +27,7 @@ def reference_logprobs(directory: Path, ids: Sequence[int], dtype: str = "float3
 
 @torch.inference_mode()
 def reference_greedy(directory: Path, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """The likeliest continuation, token by token with transformers' own cache, and its log-probabilities. In float32.
+    """The most likely continuation, token by token with transformers' own cache, and its log-probabilities, in float32.
 
     No id ends it.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The pair, a field of the body of an embeddings request, and the answer. `FIELDS` has the values.
+# The pair, a field of an embeddings request, and the error. `FIELDS` has the values.
 REFUSALS: list[tuple[str, str, str]] = [
     (
         "grammar + embeddings",

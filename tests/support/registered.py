@@ -1,4 +1,4 @@
-"""What tests have started, for `support.observed`. Kept apart because it imports nothing of the product."""
+"""What tests have started, for `support.observed`. A separate module, because it imports nothing from the product."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class BuiltEngine(NamedTuple):
-    """An engine of this process."""
+    """An engine in this process."""
 
     config: Any  # `Config`
     tensor: int  # ranks of a stage

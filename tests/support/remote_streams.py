@@ -1,4 +1,4 @@
-"""Streams from a client on a machine in a network namespace, many at the same time, and what is left on a machine."""
+"""Many simultaneous streams from a client on a machine in a network namespace, and a check for leftover processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from support.namespaces import Machine
 from support.nodes import LIMIT, body
 
-# Streams them all at the same time, says when all have begun, and prints their texts.
+# Streams all requests at the same time, reports when all have begun, and prints their texts.
 STREAM_ALL = """
 import json, sys, threading, urllib.request
 url, bodies = sys.argv[1], json.loads(sys.argv[2])
@@ -41,7 +41,7 @@ for thread in threads:
 print(json.dumps(texts))
 """
 
-# Waits until no process of serve-llm is left, and prints those that still are after a while.
+# Waits until no serve-llm process is left, and prints those that are still there after a while.
 LEFT = """
 import os, psutil, time
 
@@ -73,7 +73,7 @@ def start_streams(machine: Machine, url: str, bodies: list[dict[str, Any]]) -> s
 
 
 def stream_here(url: str, bodies: list[dict[str, Any]]) -> list[str]:
-    """The texts of requests to a daemon of this machine."""
+    """The texts of requests to a daemon on this machine."""
     command = [sys.executable, "-c", STREAM_ALL, url, json.dumps(bodies)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
     texts: list[str] = json.loads(run.stdout.splitlines()[-1])
@@ -86,5 +86,5 @@ def texts_of(client: subprocess.Popen[str]) -> list[str]:
 
 
 def list_leftovers(machine: Machine) -> str:
-    """Processes of serve-llm on a machine, as a list; "[]" if there are none."""
+    """The serve-llm processes on a machine, as a list; "[]" if there are none."""
     return machine.run(sys.executable, "-c", LEFT).stdout.strip()

@@ -1,4 +1,4 @@
-"""What really lies in memory: the bytes of a decoder's tensors, and the most that torch allocates during a call."""
+"""Actual memory use: the bytes of a decoder's tensors, and the peak of torch's allocations during a call."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from serve_llm.kernels.held_tensors import find_tensors
 
 
 def mapped_checkpoints() -> list[range]:
-    """Addresses at which files of checkpoints lie mapped in this process."""
+    """Addresses at which checkpoint files are mapped in this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     bounds = [line.split()[0].split("-") for line in lines if ".safetensors" in line]
     return [range(int(first, 16), int(end, 16)) for first, end in bounds]
 
 
 def weight_bytes(decoder: object) -> int:
-    """Count the bytes of all tensors of a decoder, each storage once, without the frequencies of its ropes."""
+    """Count the bytes of all tensors of a decoder, each storage once, without rope frequencies."""
     files = mapped_checkpoints()
     sizes: dict[int, int] = {}
     for tensor in find_tensors(decoder, without=[getattr(decoder, "_ropes", None)]):
@@ -27,13 +27,13 @@ def weight_bytes(decoder: object) -> int:
             sizes[id(tensor)] = torch.ops.mkldnn._nbytes(tensor)
         else:
             storage = tensor.untyped_storage()
-            mapped = any(storage.data_ptr() in file for file in files)  # only what is used takes memory
+            mapped = any(storage.data_ptr() in file for file in files)  # only used parts take memory
             sizes[storage._cdata] = tensor.nbytes if mapped else storage.nbytes()
     return sum(sizes.values())
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator gives out during a call and has not got back."""
+    """The peak of bytes allocated by torch's CPU allocator during a call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     assert seen.profiler is not None and seen.profiler.kineto_results is not None

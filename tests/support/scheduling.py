@@ -1,6 +1,6 @@
-"""Workers for tests of the scheduler, and a loop that drives both.
+"""Fake workers for tests of the scheduler, and a loop that drives both.
 
-The workers are played by a function of the ids: a token depends on everything before it, so that a sequence computed
+A function of the ids stands in for the workers: a token depends on everything before it, so that a sequence computed
 from a wrong prefix, a stale block or a stale id would end differently.
 """
 
@@ -21,7 +21,7 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 
 FULL = (GroupLayout(4, None),)
 MIXED = (GroupLayout(4, None), GroupLayout(8, 6))
-MAX_MODEL_LEN = 40  # of random loads
+MAX_MODEL_LEN = 40  # for random loads
 
 
 def token_after(ids: list[int]) -> int:
@@ -29,7 +29,7 @@ def token_after(ids: list[int]) -> int:
 
 
 def forced_after(ids: list[int]) -> list[int]:
-    """The ids that a grammar demands after these, if a request has one: none to five, which end no text."""
+    """The ids that a request's grammar forces after these: none to five, which end no text."""
     return [50 + number for number in range(max(0, token_after([*ids, 1]) % 9 - 3))]
 
 
@@ -38,7 +38,7 @@ def logprobs_of(token_id: int) -> TokenLogprobs:
 
 
 def expected_output(request: Request) -> tuple[list[int], FinishReason]:
-    """The ids of a request that is computed alone, one id at a time."""
+    """The ids of a request computed alone, one id at a time."""
     ids = list(request.prompt_ids)
     forced: list[int] = []
     while True:
@@ -55,18 +55,18 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class FakeWorkers:
-    """Rows, tables and block contents, as workers keep them. A block remembers which prefix was written into it, and
-    by which rope."""
+    """Rows, tables and block contents, as workers keep them. A block remembers which prefix was written into it and
+    with which rope."""
 
     def __init__(self, groups: tuple[GroupLayout, ...], long_rope_threshold: int = 1000) -> None:
         self.groups, self.long_rope_threshold = groups, long_rope_threshold
         self.uses_long_rope: dict[int, bool] = {}
         self.sampling: dict[int, Sampling] = {}
         self.ids: dict[int, list[int]] = {}
-        self.held: dict[int, list[int]] = {}  # sampled, and not heard of from the scheduler yet
+        self.held: dict[int, list[int]] = {}  # sampled, but not yet confirmed by the scheduler
         self.tables: dict[int, list[list[int]]] = {}
         self.slots: dict[tuple[int, int, int], tuple[bool, list[int]]] = {}
-        # (group, block, offset) -> whether by the long RoPE factors, and the ids up to there
+        # (group, block, offset) -> whether the long RoPE factors were used, and the ids up to that point
         self.adapters: dict[int, str] = {}  # slot -> digest
         self.used_adapters: dict[int, tuple[int, str]] = {}  # by request index: slot and digest
         self.host: dict[int, dict[tuple[int, int], Any]] = {}  # slot -> content of a block, by (group, offset)
@@ -188,12 +188,12 @@ class Arrival(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a scheduler has to work with, in a test of random loads."""
+    """The resources of a scheduler in a test of random loads."""
 
     groups: tuple[GroupLayout, ...]
     budget: int  # of tokens
     rows: int
-    depth: int  # batches under way
+    depth: int  # batches in flight
     spare: int  # blocks beyond the smallest pool
     caching: bool  # prefix caching
     ahead: bool  # whether a sequence may be in several batches
@@ -220,7 +220,7 @@ class Load(NamedTuple):
         workers: FakeWorkers | None = None,
         offload: OffloadManager | None = None,
     ) -> None:
-        """Assert that each request that is not aborted ends as if it were alone."""
+        """Assert that each request that was not aborted ends as if it had run alone."""
         by_step: dict[int, list[tuple[Request, bool]]] = {}
         wanted: list[Request] = []
         for request, step, is_aborted in arrivals:

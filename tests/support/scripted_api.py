@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers with events given beforehand, and keeps the bodies that it got."""
+"""An OpenAI-compatible server that replies with predefined events and keeps the bodies that it received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of Python outside the packages, such as those in tools/, as modules."""
+"""Imports Python files outside the packages, such as those in tools/, as modules."""
 
 from __future__ import annotations
 

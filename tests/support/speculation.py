@@ -1,4 +1,4 @@
-"""Drafts for tests of engines: from a run without drafts, so that most are accepted whatever the sampling."""
+"""Drafts for tests of engines, taken from a run without drafts, so that most are accepted with any sampling."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def assert_equal(found: dict[int, Result], expected: dict[int, Result]) -> None:
 
 
 class KnownTexts:
-    """Proposes what the texts say, and now and then something else."""
+    """Proposes the continuation from the texts, and sometimes something else."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong_every: int) -> None:
         self._texts = [list(text) for text in texts]
@@ -79,11 +79,11 @@ class KnownTexts:
         return NO_GUESS
 
     def finish(self, sequence: object) -> None:
-        """Nothing is kept."""
+        """There is nothing to release."""
 
 
 class FreeRows(RowCost):
-    """Rows, and steps of a draft model, cost nothing, so that what is drafted does not depend on the machine."""
+    """Rows and draft-model steps that cost nothing, so that drafting does not depend on the machine."""
 
     def share(self, num_rows: int) -> float:
         return 0.0
@@ -93,7 +93,7 @@ class FreeRows(RowCost):
 
 
 class RisingCost(RowCost):
-    """The larger the batch, the more a row costs: with 12 sequences as much as an id, so that no draft is worth it."""
+    """Rows that cost more in larger batches: with 12 sequences, as much as an id, so that no draft pays off."""
 
     def share(self, num_rows: int) -> float:
         return min(1.0, num_rows / 12)
@@ -103,7 +103,7 @@ class RisingCost(RowCost):
 
 
 def watch_lengths(engine: EngineCore) -> list[tuple[int, int]]:
-    """Of each choice of drafts from now on: the running sequences, and the number of drafts."""
+    """Record, for each choice of drafts from now on, the running sequences and the number of drafts."""
     speculator = engine._speculator
     assert speculator is not None
     choose = speculator.choose
@@ -120,7 +120,7 @@ def watch_lengths(engine: EngineCore) -> list[tuple[int, int]]:
 
 
 def draft_freely(engine: EngineCore) -> EngineCore:
-    """Draft whatever the engine's steps take."""
+    """Draft regardless of the time of the engine's steps."""
     assert engine._speculator is not None
     engine._speculator.row_cost = FreeRows()
     return engine
@@ -129,7 +129,7 @@ def draft_freely(engine: EngineCore) -> EngineCore:
 def draft_from(
     engine: EngineCore, requests: Sequence[Request], results: Mapping[int, Result], wrong_every: int = 5
 ) -> EngineCore:
-    """Draft what `results` say, with a wrong id at every `wrong_every`-th position."""
+    """Draft from `results`, with a wrong id at every `wrong_every`-th position."""
     texts = [[*request.prompt_ids, *results[request.id].token_ids] for request in requests]
     speculator = draft_freely(engine)._speculator
     assert isinstance(speculator, TextSpeculator)
@@ -138,13 +138,13 @@ def draft_from(
 
 
 def assert_drafted(engine: EngineCore) -> None:
-    """Some drafts were accepted and some were not."""
+    """Assert that some drafts were accepted and some were not."""
     stats = engine.scheduler.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, stats
 
 
 def make_similar(checkpoint: Path, directory: Path, noise: float = 0.05) -> Path:
-    """A model that often says what the checkpoint's says: the same with noise on its weights."""
+    """A model that often agrees with the checkpoint's: the same model with noise on its weights."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(1)
     for path in checkpoint.iterdir():

@@ -1,5 +1,5 @@
-"""Many requests at once, each in a thread: streamed or whole, greedy or sampled, with everything that text can hold
-back; and all that came of them, to be compared with another run."""
+"""Many requests at once, each in a thread: streamed or not, greedy or sampled, with everything that can hold text
+back. Their complete outcome can be compared with another run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from support.tools import TOOLS
 
-LIMIT = 240.0  # seconds; more than anything takes on a busy machine
+LIMIT = 240.0  # seconds; more than enough on a busy machine
 PROMPTS = ("class Stack:\n    def __init__(self", "import os\n", "def main():\n    ", "for item in items:\n", "x = [")
 RECORD = {
     "type": "object",
@@ -44,9 +44,9 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
 
 
 def mixed(count: int = 32, longest: int = 600) -> list[dict[str, Any]]:
-    """Bodies of completions for the demo model. Every one has a seed or is greedy, so that it can be repeated.
+    """Bodies of completions for the demo model. Each has a seed or is greedy, so that it can be repeated.
 
-    The last one has `longest` tokens, so that a fast engine still works on it when a slow test kills the engine.
+    The last one has `longest` tokens, so that even a fast engine is still busy with it when a slow test kills it.
     """
     bodies: list[dict[str, Any]] = []
     for number in range(count):
@@ -98,10 +98,10 @@ def chats(count: int = 12) -> list[dict[str, Any]]:
 
 
 class Streams:
-    """All are sent at once: to the completions, or the chat completions if they hold messages."""
+    """Requests sent at once, to chat completions if they have messages, otherwise to completions."""
 
     def __init__(self, url: str, bodies: Sequence[dict[str, Any]], patiently: bool = False) -> None:
-        """patiently: what is refused because the engine is not there is sent again."""
+        """patiently: resend requests that are refused because the engine is not there."""
         self._url = url.removeprefix("http://")
         self._patiently = patiently
         self._results: list[list[Any]] = [[] for _ in bodies]
@@ -136,7 +136,7 @@ class Streams:
         return int(num_open) + ended >= len(self._threads)
 
     def finish(self) -> Streams:
-        """Until all have ended."""
+        """Wait until all have ended."""
         for thread in self._threads:
             thread.join(LIMIT)
             assert not thread.is_alive(), "a stream does not end"
@@ -224,7 +224,7 @@ def _plain(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts(usage: dict[str, Any]) -> dict[str, Any]:
-    """Without what was found in the cache, which depends on what went before."""
+    """Without the number of cached tokens, which depends on earlier requests."""
     return {name: value for name, value in usage.items() if isinstance(value, int)}
 
 
@@ -236,7 +236,7 @@ def _count_characters(choice: dict[str, Any]) -> int:
 
 
 def _fold(whole: dict[str, Any], choice: dict[str, Any]) -> None:
-    """Add an event's news to what is known of a choice."""
+    """Add an event's content to what is known of a choice."""
     if "delta" in choice:
         _fold_delta(whole.setdefault("message", {"tool_calls": []}), choice["delta"])
     else:

@@ -1,4 +1,4 @@
-"""A program in a pseudo terminal: what it writes is read until a pattern appears."""
+"""A program in a pseudo terminal, whose output is read until a pattern appears."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 
 
 def heed_interrupts() -> None:
-    """In a child before it runs its program: a shell that started the tests in the background has SIGINT ignored."""
+    """Runs in a child before its program: a shell that started the tests in the background ignores SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class PseudoTerminal:
-    """A context manager. The program is ended with it."""
+    """A context manager that ends the program."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._master, slave = pty.openpty()
@@ -38,7 +38,7 @@ class PseudoTerminal:
         os.write(self._master, text.encode())
 
     def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
-        """The text up to and with the first match, which is then forgotten."""
+        """Return the text up to and including the first match, and discard it."""
         deadline = time.monotonic() + seconds
         while True:
             if found := re.search(pattern, self.text):

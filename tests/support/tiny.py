@@ -53,8 +53,8 @@ _GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_
 _EXPERTS = {**_LLAMA_LIKE, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {**_PLAIN_HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 37}
 _DELTA_NET = {
-    "head_dim": 16,  # of which transformers turns a quarter
-    "rms_norm_eps": 1e-3,  # with less, norms of what is nearly 0 enlarge the rounding errors of transformers and others
+    "head_dim": 16,  # transformers rotates a quarter of them
+    "rms_norm_eps": 1e-3,  # with less, norms of values near 0 magnify the rounding errors of transformers and others
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 3,
     "linear_num_value_heads": 6,
@@ -133,7 +133,7 @@ SIZES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
         },
     },
-    "glm": {**_LLAMA_LIKE, "head_dim": 12},  # of which transformers turns half
+    "glm": {**_LLAMA_LIKE, "head_dim": 12},  # transformers rotates half of them
     "glm4": {**_LLAMA_LIKE, "head_dim": 12},
     "cohere": {**_PLAIN_HEADS, "use_qk_norm": True, "logit_scale": 0.7},
     "cohere2": {**_PLAIN_HEADS, "sliding_window": 21, "sliding_window_pattern": 2, "logit_scale": 0.7},
@@ -208,9 +208,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(SIZES)
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention in some layers
-LESS_ONE = ("gemma2", "gemma3_text", "nemotron", *HYBRIDS)  # whose norms' weights are stored less 1
+LESS_ONE = ("gemma2", "gemma3_text", "nemotron", *HYBRIDS)  # models whose norm weights are stored minus 1
 WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)
-OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
+OTHERS: dict[str, dict[str, Any]] = {  # not described by a family file
     "olmo": {**_PLAIN_HEADS, "clip_qkv": 1.5},
     "phi": {**_PLAIN_HEADS, "partial_rotary_factor": 0.4, "qk_layernorm": True},
     "exaone4": {
@@ -219,7 +219,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
         "sliding_window": 21,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    "minicpm3": {  # values of fewer numbers than keys
+    "minicpm3": {  # values are smaller than keys
         **_PLAIN_HEADS,
         "num_key_value_heads": 6,
         "q_lora_rank": 17,
@@ -228,7 +228,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
         "qk_rope_head_dim": 4,
         "v_head_dim": 9,
     },
-    "longcat_flash": {  # whose router reads the weight of a linear layer that nobody calls
+    "longcat_flash": {  # the router reads the weight of a linear layer that is never called
         **_without(_LATENT, "num_hidden_layers"),
         "head_dim": 6,
         "num_key_value_heads": 6,
@@ -254,9 +254,9 @@ def make_checkpoint(
 ) -> int:
     """Write config.json and safetensors of a random model to `directory` (created). Returns the vocabulary's size.
 
-    overrides: keys of transformers' config class. `rope="yarn"` and the like stand for ROPE_SCALINGS.
-    dtype: of the file. old_config: config.json as transformers 4 wrote it. max_shard_size: "20KB" gives several files.
-    std: of the weights; the default makes the likeliest token stand out.
+    overrides: keys of transformers' config class; `rope="yarn"` and the like select from ROPE_SCALINGS. dtype: of the
+    file. old_config: write config.json like transformers 4. max_shard_size: "20KB" gives several files. std: of the
+    weights; the default makes the most likely token stand out.
     """
     config = _config(family, overrides)
     model = AutoModelForCausalLM.from_config(config)
@@ -332,7 +332,7 @@ CHAT_TEMPLATE = (
 def make_tokenizer(directory: Path, vocab_size: int) -> None:
     """Write tokenizer.json and tokenizer_config.json: byte-level BPE of exactly `vocab_size` (259 to 400) tokens.
 
-    The special tokens come first, then all bytes, then merges that a few lines of English give. Any text round-trips.
+    The special tokens come first, then all bytes, then merges from a few lines of English. Any text round-trips.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

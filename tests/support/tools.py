@@ -1,4 +1,4 @@
-"""Tools for tests: a chat template that shows them, a dialect in which they are called, and requests with both."""
+"""Tools for tests: a chat template that shows them, a dialect for calls, and requests with both."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_call(name: str, **arguments: object) -> str:
 
 
 def write_files(folder: Path) -> dict[str, str]:
-    """Files with the template and the dialect, by the options that name them."""
+    """Files with the template and the dialect, by option."""
     (folder / "template.jinja").write_text(TEMPLATE)
     (folder / "dialect.json").write_text(write_dialect(DIALECT))
     return {"--chat-template": str(folder / "template.jinja"), "--dialect": str(folder / "dialect.json")}

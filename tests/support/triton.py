@@ -1,8 +1,8 @@
 """Triton kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for a GPU.
 
-In the processes of the tests every kernel is an interpreted one (tests/conftest.py). `record` notes what a public
-function would launch, meta tensors of any size will do; `compile_for` compiles that in a process of its own, where
-kernels are not interpreted, and tells what the code takes of the GPU.
+In the test processes, every kernel is interpreted (tests/conftest.py). `record` notes what a public function would
+launch, for which meta tensors of any size are enough. `compile_for` compiles these launches in a separate process, in
+which kernels are not interpreted, and reports which GPU resources the code needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-SHARED_BYTES = 227 * 1024  # that one program can have on sm_90
+SHARED_BYTES = 227 * 1024  # the maximum for one program on sm_90
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -59,12 +59,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes of the GPU."""
+    """The GPU resources that one compiled kernel needs."""
 
     launch: Launch
     shared_bytes: int
     registers: int  # of each thread
-    stack_bytes: int  # of each thread; spilled registers lie there
+    stack_bytes: int  # of each thread; holds spilled registers
     ptx: str = field(repr=False)
 
     @property
@@ -114,7 +114,7 @@ def _launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
 
 
 def _type(value: Any, as_it_comes: bool) -> str:
-    """The rule of Triton's own launcher: None becomes a constant, and 1 where the kernel does not say otherwise."""
+    """The rule of Triton's own launcher: None becomes a constant, and so does 1 unless the kernel says otherwise."""
     if value is None or (type(value) is int and value == 1 and not as_it_comes):
         return "constexpr"
     if isinstance(value, torch.Tensor):
@@ -135,9 +135,9 @@ def compiler_environment() -> dict[str, str]:
 
 
 def compile_for(launches: Iterable[Launch], capability: int = 90) -> list[Resources]:
-    """Compile each of the launches for a GPU of the compute capability (90: H100 and H200, 80: A100).
+    """Compile each of the launches for a GPU of the given compute capability (90: H100 and H200, 80: A100).
 
-    Raises RuntimeError with the compiler's words.
+    Raises RuntimeError with the compiler's message.
     """
     launches = list(launches)
     script = Path(__file__).with_name("triton_compile.py")
@@ -154,7 +154,7 @@ def compile_for(launches: Iterable[Launch], capability: int = 90) -> list[Resour
 
 
 def assert_fits(found: Iterable[Resources], stack_bytes: int = 16) -> None:
-    """Each kernel can be launched on an H200, and spills at most that many bytes of registers."""
+    """Assert that each kernel can be launched on an H200 and spills at most the given bytes of registers."""
     for kernel in found:
         assert kernel.shared_bytes <= SHARED_BYTES, kernel
         assert kernel.stack_bytes <= stack_bytes, kernel

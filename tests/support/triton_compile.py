@@ -1,6 +1,6 @@
-"""Compiles kernels for a GPU that need not be there; `support.triton.compile_for` starts it as a process of its own.
+"""Compiles kernels for a GPU that need not be present; `support.triton.compile_for` starts it as a separate process.
 
-Arguments: a file with what to compile, pickled (launches, capability), and the file that the results go to.
+Arguments: a pickle file with what to compile (launches, capability), and the file for the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A kernel small enough to test the harness of `support.triton` with."""
+"""A small kernel for testing the harness of `support.triton`."""
 
 from __future__ import annotations
 

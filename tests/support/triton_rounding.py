@@ -1,7 +1,7 @@
-"""Conversions between number types as a GPU makes them, for Triton's interpreter.
+"""Conversions between number types as on a GPU, for Triton's interpreter.
 
-Measured in 3.9: to bfloat16 it cuts digits off where a GPU rounds to nearest, and to 8 bits it rounds halves up and
-loses the carry of a fraction that is all ones.
+Measured in 3.9: the interpreter truncates to bfloat16 where a GPU rounds to nearest, and when converting to 8 bits it
+rounds halves up and loses the carry of a fraction that is all ones.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 
 def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """In the place of the interpreter's `_convert_float`: numbers of a Triton type, as numpy's unsigned integers, to
-    those of another. Rounded to nearest, halves to even, whatever `rounding` says: no kernel of ours asks for less."""
+    """Replaces the interpreter's `_convert_float`: converts numbers of a Triton type, as numpy's unsigned integers, to
+    another type. Rounds to nearest, halves to even, whatever `rounding` says: no kernel here asks for less."""
     bits = np.ascontiguousarray(values).view(f"uint{source.primitive_bitwidth}")
     converted = torch.from_numpy(bits).view(_dtype(source)).to(_dtype(target))
     return converted.view(getattr(torch, f"uint{target.primitive_bitwidth}")).numpy()

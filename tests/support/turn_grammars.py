@@ -21,7 +21,7 @@ from serve_llm.server.structured_output.checker import GrammarChecker
 from serve_llm.server.structured_output.params import StructuredOutputs
 from support.grammars import compiler, demo
 
-# What looks like a token of its own in the delimiters of the built-in dialects.
+# What looks like a separate token in the delimiters of the built-in dialects.
 _TOKEN = re.compile(r"<[^<>\s=]*>|\[/?[A-Z_]+\]")
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's own Grafana dashboards ask Prometheus for: those of examples/observability/dashboards/grafana in
+"""What vLLM's own Grafana dashboards query from Prometheus: those in examples/observability/dashboards/grafana in
 November 2026 (Overview, Instances, KV Cache, Speculative Decoding, Service Status).
 
 Names have the suffix of a counter, but not those of a histogram's samples.
@@ -60,7 +60,7 @@ SERVED: dict[str, set[str]] = {
     "process_resident_memory_bytes": set(),
     "process_start_time_seconds": set(),
 }
-# Values of labels by which they select.
+# Label values by which they select.
 VALUES = {
     ("vllm:num_requests_waiting_by_reason", "reason"): {"capacity", "deferred"},
     ("vllm:prompt_tokens_by_source_total", "source"): {"local_compute", "local_cache_hit", "external_kv_transfer"},
@@ -72,7 +72,7 @@ VALUES = {
         *("0.025", "0.05", "0.075", "0.1", "0.15", "0.2", "0.3", "0.5"),
     },
 }
-# Those that are not served. docs/metrics.md says why.
+# Metrics that are not served. docs/metrics.md says why.
 NOT_SERVED = {
     "vllm:estimated_flops_per_gpu_total",
     "vllm:estimated_read_bytes_per_gpu_total",

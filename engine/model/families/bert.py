@@ -41,8 +41,8 @@ def read_bert(architecture: str) -> Read:
 
 
 def read_roberta(architecture: str) -> Read:
-    """Defaults of absent keys are transformers' own (RobertaConfig, XLMRobertaConfig). Positions begin after that of
-    the padding token."""
+    """Defaults of absent keys are transformers' own (RobertaConfig, XLMRobertaConfig). Positions begin after the
+    padding token's."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         first = config.integer("pad_token_id", 1, lowest=0) + 1

@@ -37,14 +37,14 @@ def read_eurobert(architecture: str) -> Read:
 
 
 def read_embedding_gemma(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-    """EmbeddingGemma: Gemma 3's layers. A window has as many tokens on each side as half of `sliding_window`."""
+    """EmbeddingGemma: Gemma 3's layers. A window has half of `sliding_window` tokens on each side."""
     config.only("use_bidirectional_attention", True)
     spec, weights = gemma.read_gemma3(config.without("use_bidirectional_attention"))
     return replace(_make_bidirectional(spec), architecture="Gemma3TextModel"), weights
 
 
 def _make_bidirectional(spec: ModelSpec) -> ModelSpec:
-    """The model without its LM head. A window counts the tokens on one side, the token itself included."""
+    """The model without its LM head. A window counts the tokens on one side, including the token itself."""
 
     def attend_to_all(index: int, attention: AttentionSpec) -> AttentionSpec:
         window = attention.sliding_window
@@ -56,7 +56,7 @@ def _make_bidirectional(spec: ModelSpec) -> ModelSpec:
 def _read_classifier(config: ConfigReader) -> PoolerSpec:
     width = config.integer("hidden_size")
     pooling: PoolingType = "mean"
-    key = "clf_pooling" if "clf_pooling" in config.keys else "classifier_pooling"  # the second is in older files
+    key = "clf_pooling" if "clf_pooling" in config.keys else "classifier_pooling"  # older files have the second one
     if config.choice(key, {"bos": "bos", "mean": "mean"}, "late") == "bos":
         pooling = "cls"
     layers = (PoolerLayer("dense", width, activation="gelu"), PoolerLayer("classifier", read_num_labels(config)))

@@ -1,4 +1,4 @@
-"""BLOOM (BloomForCausalLM): positions by ALiBi, a norm of the embedding, layer norms, joint qkv weights."""
+"""BLOOM (BloomForCausalLM): ALiBi positions, a norm on the embedding, layer norms, joint qkv weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_llm.engine.model.families.names import PRE_NORMS, weights
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
-DEFAULT_CONTEXT = 2048  # tokens that BLOOM was trained with; transformers writes no seq_length
+DEFAULT_CONTEXT = 2048  # BLOOM's training length in tokens; transformers writes no seq_length
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
@@ -59,7 +59,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def _choose_key(config: ConfigReader, key: str, other: str) -> str:
-    """`key`, which transformers writes, or `other`, which some published files have in its place."""
+    """`key`, which transformers writes, or `other`, which some published files have instead."""
     if other not in config.keys:
         return key
     if key in config.keys and config.integer(key) != config.integer(other):

@@ -1,6 +1,6 @@
 """Command R (CohereForCausalLM, Cohere2ForCausalLM): parallel layers, layer norms without biases, interleaved rope.
 
-In Cohere2 three of four layers have a sliding window, and only these have rope.
+In Cohere2, three of four layers have a sliding window, and only these use rope.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_cohere2(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     spec = map_attention(
         spec, lambda index, attention: attention if attention.sliding_window else replace(attention, rope=None)
     )
-    # in published files, describing the architecture; transformers does not read them
+    # published files describe the architecture with these; transformers does not read them
     config.ignore("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct")
     config.ignore("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding")
     config.ignore("use_qk_norm")

@@ -1,4 +1,4 @@
-"""Decoders with rope, as most families are, and the keys that say which layers have a sliding window."""
+"""Decoders with rope, as in most families, and the keys that say which layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def map_attention(spec: ModelSpec, change: Callable[[int, AttentionSpec], Attent
 
 
 def read_windows(config: ConfigReader) -> list[int | None]:
-    """Each layer's sliding window by Qwen's keys: those from max_window_layers on, or as layer_types says."""
+    """Each layer's sliding window by Qwen's keys: layers from max_window_layers on have one, or layer_types decides."""
     num_layers = config.layers("num_hidden_layers")
     sliding = config.flag("use_sliding_window", False)
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096, lowest=0) or None
@@ -96,11 +96,11 @@ def read_windows(config: ConfigReader) -> list[int | None]:
 
 
 def read_local_windows(config: ConfigReader, default_pattern: int, default_window: int = 4096) -> list[int | None]:
-    """Each layer's sliding window by Gemma's keys: all but every sliding_window_pattern-th, or layer_types says."""
+    """Each layer's sliding window by Gemma's keys: every sliding_window_pattern-th has none, or layer_types decides."""
     num_layers = config.layers("num_hidden_layers")
     window = config.integer("sliding_window", default_window)
     pattern = config.integer("sliding_window_pattern", default_pattern)
-    config.ignore("_sliding_window_pattern")  # transformers writes it beside layer_types, which takes precedence
+    config.ignore("_sliding_window_pattern")  # transformers also writes layer_types, which takes precedence
     slides = read_layer_kinds(config, num_layers) or [(index + 1) % pattern != 0 for index in range(num_layers)]
     if any(slides) and config.is_null("sliding_window"):
         raise ModelError("config.json: sliding_window is null, but some layers have a sliding window")
@@ -108,7 +108,7 @@ def read_local_windows(config: ConfigReader, default_pattern: int, default_windo
 
 
 def read_layer_kinds(config: ConfigReader, num_layers: int) -> list[bool] | None:
-    """Which layers have a sliding window by layer_types; None if the key is absent."""
+    """Which layers have a sliding window according to layer_types; None if the key is absent."""
     kinds = config.names("layer_types")
     if kinds is None:
         return None

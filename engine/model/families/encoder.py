@@ -22,7 +22,7 @@ from serve_llm.engine.model.spec import (
 
 
 def read_heads(config: ConfigReader) -> tuple[int, int, int]:
-    """hidden_size, num_attention_heads, and the size of a head."""
+    """Return hidden_size, num_attention_heads, and the size of a head."""
     width = config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
     head_dim, rest = divmod(width, heads)
@@ -50,7 +50,7 @@ def build_encoder(
     norm: NormSpec,
     ropes: Sequence[RopeSpec | None],  # one per layer
     windows: Sequence[int | None] = (),  # one per layer; empty: none
-    bias: bool = True,  # in the linear layers of attention
+    bias: bool = True,  # whether the linear layers of attention have one
     norm_position: NormPosition = "post",
     positions: LearnedPositions | None = None,
     token_types: int = 0,
@@ -58,7 +58,7 @@ def build_encoder(
     alibi_slopes: tuple[float, ...] | None = None,
     qk_projection_norm: NormSpec | None = None,
 ) -> ModelSpec:
-    """An encoder with BERT's names of sizes. The caller must call config.done()."""
+    """Read an encoder that uses BERT's names for sizes. The caller must call config.done()."""
     width, heads, head_dim = read_heads(config)
 
     def build_layer(index: int, rope: RopeSpec | None) -> LayerSpec:

@@ -22,7 +22,7 @@ def build_weights(
     pooler: Mapping[str, str] | None = None,
     ignored: Sequence[str] = (),
 ) -> WeightMap:
-    """The weight map of an encoder, with biases where the spec has them.
+    """Build the weight map of an encoder, with biases where the spec has them.
 
     names: module of a layer in the checkpoint -> the parameters that it fills, separated by spaces. base: the base
     model's name in checkpoints with a head. layers, embedding, embedding_parts: modules in it: the list of layers, the
@@ -60,7 +60,7 @@ def build_weights(
 
 
 def _find_biases(spec: ModelSpec) -> dict[str, bool]:
-    """Which parameters, without the layer's number, have a bias."""
+    """Return the parameters, without the layer's number, that have a bias."""
     layer = spec.layers[-1]
     attention = layer.attention
     ffn = layer.ffn

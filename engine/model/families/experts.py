@@ -1,4 +1,4 @@
-"""What families with experts share: the router's keys, and replacing dense feed-forward networks by experts."""
+"""What families with experts share: the router's keys, and replacing dense feed-forward networks with experts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def transposed_stacks(spec: ModelSpec, module: str) -> list[WeightRule]:
 
 
 def holds_stacks(config: ConfigReader) -> bool:
-    """Whether experts are stored so: as modules of their own if they are quantised, except for 8-bit floats."""
+    """Whether experts are stored in stacks: quantised ones are separate modules, except for 8-bit floats."""
     quantized = config.inner("quantization_config")
     return quantized is None or quantized.text("quant_method") in ("fbgemm_fp8", "fp8")
 
@@ -58,7 +58,7 @@ def with_experts(
     shared_gate: bool = False,
     where: Callable[[int], bool] = lambda index: True,  # in which layers
 ) -> ModelSpec:
-    """The model with experts instead of dense feed-forward networks, otherwise with the same activation and biases."""
+    """The model with experts in place of dense feed-forward networks, with the same activation and biases."""
 
     def replace_layer(index: int, layer: LayerSpec) -> LayerSpec:
         if not where(index):

@@ -23,7 +23,7 @@ OUTSIDE = Names("transformer.", "transformer.h", "transformer.word_embeddings", 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (FalconConfig)."""
-    config.refuse("alibi")  # positions as a bias of the scores, in Falcon-RW
+    config.refuse("alibi")  # Falcon-RW encodes positions as a bias on the scores
     config.refuse("apply_residual_connection_post_layernorm")
     bias = config.flag("bias", False)
     width = config.integer("hidden_size")
@@ -48,7 +48,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def _layout(config: ConfigReader) -> tuple[int, NormPosition]:
-    """The number of key and value heads, and the places of the norms, by three generations of keys."""
+    """The number of key and value heads and the placement of the norms, from three generations of keys."""
     heads = config.integer("num_attention_heads")
     new = config.flag("new_decoder_architecture", False)
     multi_query = config.flag("multi_query", True)

@@ -1,6 +1,6 @@
-"""Gemma 2 and 3 (Gemma2ForCausalLM, Gemma3ForCausalLM): norms before and after attention and feed-forward, with weights
-stored less 1 and kept in float32, gelu gates, and windows in all but some layers; Gemma 2 with capped scores and
-logits, Gemma 3 with norms of heads, and another rope in the layers with windows."""
+"""Gemma 2 and 3 (Gemma2ForCausalLM, Gemma3ForCausalLM): norms before and after attention and feed-forward, whose
+weights are stored minus 1 and kept in float32, gelu gates, and windows in most layers. Gemma 2 caps scores and logits;
+Gemma 3 norms each head and uses a different rope in layers with windows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_gemma2(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 def read_gemma3(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Gemma3ForCausalLM. Defaults of absent keys are transformers' own (Gemma3TextConfig)."""
     windows = read_local_windows(config, 6)
-    max_position = config.integer("max_position_embeddings", 131072)  # with what the scaling of rope makes usable
+    max_position = config.integer("max_position_embeddings", 131072)  # including what rope scaling makes usable
     local, whole = _ropes(config, max_position)
     spec = _read(
         config,
@@ -55,7 +55,7 @@ def read_gemma3(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         spec, lambda index, attention: replace(attention, rope=local) if attention.sliding_window else attention
     )
     spec = replace(spec, logits_softcap=_softcap(config, "final_logit_softcapping", None))
-    if _softcap(config, "attn_logit_softcapping", None):  # transformers knows the key, but does nothing with it
+    if _softcap(config, "attn_logit_softcapping", None):  # transformers knows the key but does not use it
         raise ModelError("config.json: attn_logit_softcapping is not served in Gemma 3")
     config.done()
     return spec, weights(spec, NAMES, norms="plus_one")
@@ -101,12 +101,12 @@ def _read(
 
 
 def _softcap(config: ConfigReader, key: str, default: float | None) -> float | None:
-    """null in the file means that there is none."""
+    """null in the file means none."""
     return None if config.is_null(key) else config.number(key, default or 0.0) or None
 
 
 def _ropes(config: ConfigReader, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    """The ropes of layers with and without a sliding window."""
+    """The rope of layers with a sliding window, and that of the others."""
     head_dim = config.integer("head_dim", 256)
     both = config.inner("rope_parameters")
     local, whole = (both and both.inner(f"{kind}_attention") for kind in ("sliding", "full"))

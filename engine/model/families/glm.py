@@ -1,5 +1,5 @@
-"""GLM-4 (GlmForCausalLM, Glm4ForCausalLM): Llama with biases of queries, keys and values, interleaved rope in a part of
-each head, and a joint weight of gate and up; in Glm4 also norms after attention and feed-forward."""
+"""GLM-4 (GlmForCausalLM, Glm4ForCausalLM): Llama with biases on queries, keys and values, interleaved rope in a part of
+each head, and a joint weight for gate and up; Glm4 also has norms after attention and feed-forward."""
 
 from __future__ import annotations
 

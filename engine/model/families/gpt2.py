@@ -54,7 +54,7 @@ def read_plain(
     attention_bias: bool = False,
     norm_position: NormPosition = "pre",
 ) -> ModelSpec:
-    """A decoder with GPT-2's keys, without positions. The caller ends with config.done()."""
+    """Read a decoder with GPT-2's keys, without positions. The caller must call config.done()."""
     width = config.integer("n_embd")
     heads = config.integer("n_head")
     if width % heads:

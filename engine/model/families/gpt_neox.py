@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia (GPTNeoXForCausalLM): parallel attention and feed-forward with a norm each, rope in a part
+"""GPT-NeoX and Pythia (GPTNeoXForCausalLM): parallel attention and feed-forward, each with a norm, and rope in a part
 of each head."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     bias = config.flag("attention_bias", True)
     base = config.number("rotary_emb_base", DEFAULT_BASE)
     share = config.number("rotary_pct", 0.25)
-    # transformers 4 also wrote these, equal to those two; alone they would have no effect there
+    # transformers 4 also wrote these, equal to the two above; alone they had no effect there
     for key, known in (("rope_theta", base), ("partial_rotary_factor", share)):
         if config.number(key, known) != known:
             raise ModelError(f"config.json: {key} contradicts rotary_emb_base {base} and rotary_pct {share}")

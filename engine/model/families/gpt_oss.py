@@ -20,7 +20,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     for key, known in (("swiglu_limit", LIMIT), ("swiglu_alpha", ALPHA)):
         if config.number(key, known) != known:
             raise ModelError(f"config.json: {key} other than {known} is not supported")
-    config.choice("hidden_act", {"silu": "silu"}, "silu")  # the file says silu, although the activation is another
+    config.choice("hidden_act", {"silu": "silu"}, "silu")  # the file says silu, but the activation is a different one
     bias = config.flag("attention_bias", True)
     width = config.integer("intermediate_size", 2880)
     plain = read_decoder(
@@ -37,7 +37,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         output_bias=bias,
     )
     if config.inner("rope_scaling") is None and config.inner("rope_parameters") is None:
-        raise ModelError("config.json: rope_scaling is missing")  # without it transformers uses defaults of its own
+        raise ModelError("config.json: rope_scaling is missing")  # without it, transformers uses its own defaults
     plain = map_attention(plain, lambda index, attention: replace(attention, sinks=True))
     router = read_router(config, config.integer("num_local_experts", 128, highest=10_000), 4)
     spec = with_experts(plain, replace(router, bias=True))
@@ -50,7 +50,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def _is_mxfp4(config: ConfigReader) -> bool:
-    """Whether the experts' weights are stored as MXFP4. In other formats they are as without any, or 8-bit floats."""
+    """Whether the experts' weights are stored as MXFP4. In other formats they are unquantised or 8-bit floats."""
     stored = config.inner("quantization_config")
     if stored is None or stored.text("quant_method") != "mxfp4":
         return False
@@ -60,7 +60,7 @@ def _is_mxfp4(config: ConfigReader) -> bool:
 
 
 def _rows(spec: ModelSpec, is_mxfp4: bool) -> list[WeightRule]:
-    """Rules for what only this family has. Experts are stored in stacks, with alternating rows of gate and up."""
+    """Rules that only this family needs. Experts are stored in stacks, with alternating rows of gate and up."""
     ffn = spec.layers[0].ffn
     assert isinstance(ffn, MoESpec)
     count = ffn.router.num_experts

@@ -21,10 +21,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def read_granite(config: ConfigReader, architecture: str) -> ModelSpec:
-    """A decoder with Llama's keys and Granite's multipliers. The caller ends with config.done().
+    """Read a decoder with Llama's keys and Granite's multipliers. The caller must call config.done().
 
-    residual_multiplier r: rms norms alone read the hidden rows x, and norm(x) with eps is norm(x / r) with eps / r^2.
-    So x + r * f(norm(x)) is computed as x / r + f(norm(x / r)), where nothing has to be multiplied.
+    residual_multiplier r: only rms norms read the hidden rows x, and norm(x) with eps equals norm(x / r) with
+    eps / r^2. So x + r * f(norm(x)) is computed as x / r + f(norm(x / r)), which needs no multiplication.
     """
     plain = read_plain(config, architecture)
     residual = config.number("residual_multiplier", 1.0)

@@ -1,4 +1,4 @@
-"""Granite-MoE (GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM): Granite with experts, all of a layer in a stack."""
+"""Granite-MoE (GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM): Granite with experts, one stack per layer."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ UNUSED = "pack_qkv unpad_inputs use_memory_efficient_attention logn_attention_cl
 
 
 def read_gte(architecture: str, base: str) -> Read:
-    """Reads the config of transformers (GteConfig), and that of the model's own code (NewConfig).
+    """Reads transformers' config (GteConfig) and that of the model's own code (NewConfig).
 
     base: the name of the base model in checkpoints with a head.
     """

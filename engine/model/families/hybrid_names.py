@@ -17,8 +17,8 @@ OTHERS = {"A_log": "decay", "dt_bias": "decay_bias", "norm.weight": "norm.weight
 def build_weights(
     spec: ModelSpec, names: Mapping[str, str], inputs: Mapping[str, str], *, by_key_head: bool
 ) -> WeightMap:
-    """names: as of `names.weights`. inputs: projections of the linear layers -> the parameters that they fill.
-    by_key_head: the rows of each are in groups, one for each key head."""
+    """names: as in `names.weights`. inputs: projections of the linear layers -> the parameters that they fill.
+    by_key_head: whether the rows of each are grouped by key head."""
     linear = {index: one.attention for index, one in enumerate(spec.layers) if isinstance(one.attention, DeltaNetSpec)}
     full = {index: one.attention for index, one in enumerate(spec.layers) if isinstance(one.attention, AttentionSpec)}
     mixer = next(iter(linear.values()))

@@ -42,8 +42,8 @@ V3_LAYER = {
 
 def read_jina_bert(architecture: str) -> Read:
     """JinaBERT (arXiv:2310.19923), whose ALiBi lowers the scores of tokens on both sides. A second form, such as
-    jina-embeddings-v2-base-code, norms queries and keys and adds attention's input twice; only the repository of its
-    code tells it apart. Defaults of absent keys are those of the model's own code."""
+    jina-embeddings-v2-base-code, norms queries and keys and adds attention's input twice; only the name of its code
+    repository distinguishes it. Defaults of absent keys are those of the model's own code."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         _, heads, _ = read_heads(config)

@@ -30,7 +30,7 @@ LATENT_QUERIES = {
 def read_latent_decoder(
     config: ConfigReader, architecture: str, *, default_max_position: int, interleaved: bool
 ) -> ModelSpec:
-    """The model with a dense part in every layer. interleaved: as of `Rope`. The caller ends with config.done()."""
+    """Read the model, dense in every layer. interleaved: as in `Rope`. The caller must call config.done()."""
     mixer, context = _read_mixer(config, default_max_position, interleaved)
     norm = NormSpec("rms", config.number("rms_norm_eps", 1e-6))
     config.choice("hidden_act", {"silu": "silu"}, "silu")
@@ -48,7 +48,7 @@ def read_latent_decoder(
 
 
 def _read_mixer(config: ConfigReader, default_max_position: int, interleaved: bool) -> tuple[MLASpec, int]:
-    """The attention, and the longest context in tokens."""
+    """Return the attention and the longest context in tokens."""
     rank = None if config.is_null("q_lora_rank") else config.integer("q_lora_rank", 1536)
     nope_dim = config.integer("qk_nope_head_dim", 128)
     rope_dim = config.integer("qk_rope_head_dim", 64)
@@ -56,7 +56,7 @@ def _read_mixer(config: ConfigReader, default_max_position: int, interleaved: bo
     bias = config.flag("attention_bias", False)
     if bias and rank is None:
         raise ModelError("config.json: attention_bias without q_lora_rank is not supported")
-    config.ignore("num_key_value_heads", "head_dim", "qk_head_dim")  # without meaning for latent attention
+    config.ignore("num_key_value_heads", "head_dim", "qk_head_dim")  # these have no meaning for latent attention
     mixer = MLASpec(
         num_heads=config.integer("num_attention_heads"),
         q_lora_rank=rank,
@@ -73,7 +73,7 @@ def _read_mixer(config: ConfigReader, default_max_position: int, interleaved: bo
 
 
 def latent_names(spec: ModelSpec) -> dict[str, str]:
-    """For `weights`, of a model that `read_latent_decoder` has read."""
+    """The names for `weights`, for a model that `read_latent_decoder` has read."""
     mixer = spec.layers[0].attention
     assert isinstance(mixer, MLASpec)
     return NAMES | (QUERIES if mixer.q_lora_rank is None else LATENT_QUERIES)

@@ -18,7 +18,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def read_plain(config: ConfigReader, architecture: str) -> ModelSpec:
-    """A decoder with Llama's keys and defaults. The caller ends with config.done()."""
+    """Read a decoder with Llama's keys and defaults. The caller must call config.done()."""
     bias = config.flag("attention_bias", False)
     return read_decoder(
         config,

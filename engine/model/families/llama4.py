@@ -1,5 +1,5 @@
 """Llama 4 (Llama4ForCausalLM): rope and attention within chunks in three of four layers, query temperatures in the
-others, experts that read their tokens times the router's score, and a shared expert."""
+others, experts whose input is the token multiplied by the router's score, and a shared expert."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _read_attention(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
         raise ModelError("config.json: attention_chunk_size is null, but some layers attend within chunks")
     tuning = QueryTemperature(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192))
     temperature = tuning if config.flag_or("attn_temperature_tuning", 4) else None
-    # The norm of a rotated vector is that of the vector, so it may come first.
+    # Rotation does not change a vector's norm, so the norm may come first.
     head_norm = replace(spec.layers[0].norm, affine=False) if config.flag("use_qk_norm", True) else None
 
     def change(index: int, attention: AttentionSpec) -> AttentionSpec:

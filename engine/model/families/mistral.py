@@ -14,7 +14,7 @@ from serve_llm.engine.model.weight_map import WeightMap
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-    """Defaults of absent keys are transformers' own (MistralConfig): also the window, which null switches off."""
+    """Defaults of absent keys are transformers' own (MistralConfig), including the window, which null switches off."""
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
     spec = read_decoder(
         config,

@@ -1,4 +1,4 @@
-"""Mixtral (MixtralForCausalLM): Mistral with experts in the place of every feed-forward part (arXiv:2401.04088)."""
+"""Mixtral (MixtralForCausalLM): Mistral with experts in place of every feed-forward part (arXiv:2401.04088)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {
     "block_sparse_moe.experts.{member}.w2": "ffn.experts.{member}.down",
 }
 
-# llm-compressor names experts' projections as other families do.
+# llm-compressor names the experts' projections as other families do.
 OTHER_WORDS = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
 
 

@@ -42,7 +42,7 @@ def read_modernbert(architecture: str) -> Read:
         every = config.integer("global_attn_every_n_layers", 3)
         slides = read_layer_kinds(config, num_layers) or [index % every != 0 for index in range(num_layers)]
         near, far = _read_ropes(config, head_dim)
-        window = config.integer("local_attention", 128) // 2 + 1  # tokens on each side, and the token itself
+        window = config.integer("local_attention", 128) // 2 + 1  # tokens on each side, plus the token itself
         pooler = _read_classifier(config, width, norm) if architecture.endswith("SequenceClassification") else None
         mlp_bias = config.flag("mlp_bias", False)
         activation = config.choice("hidden_activation", ACTIVATIONS, "gelu")
@@ -80,13 +80,13 @@ def _build_weights(spec: ModelSpec) -> WeightMap:
         pooler=CLASSIFIER,
         ignored=() if spec.pooler is not None else (r"(model\.)?head\..*",),
     )
-    later = tuple(range(1, len(spec.layers)))  # the norm of the embedding serves as that of the first layer
+    later = tuple(range(1, len(spec.layers)))  # the embedding's norm serves as the first layer's
     rules = (replace(rule, layers=later) if ".attn_norm." in rule.source else rule for rule in weights.rules)
     return replace(weights, rules=tuple(rules))
 
 
 def _read_ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """Of layers with local attention, and of the others."""
+    """The rope of layers with local attention, and that of the others."""
     parameters = config.inner("rope_parameters")
     config.empty("rope_scaling")
     ropes = []

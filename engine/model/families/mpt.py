@@ -1,5 +1,5 @@
-"""MPT (MptForCausalLM, or MPTForCausalLM as MosaicML publishes it): positions by ALiBi, layer norms without biases,
-joint qkv weights, limited queries, keys and values."""
+"""MPT (MptForCausalLM, or MPTForCausalLM as MosaicML publishes it): ALiBi positions, layer norms without biases,
+joint qkv weights, and clipped queries, keys and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTSIDE = Names("transformer.", "transformer.blocks", "transformer.wte", "transf
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (MptConfig), except that the sizes must be there.
 
-    transformers does not read expansion_ratio and alibi_bias_max; MosaicML's code does, and so does this.
+    transformers does not read expansion_ratio and alibi_bias_max; MosaicML's code does, and so does this function.
     """
     width = config.integer("d_model")
     heads = config.integer("n_heads", highest=MOST_HEADS)

@@ -1,6 +1,6 @@
 """Models that read images and text: only their text part, a decoder of another family, is served.
 
-text_config holds the decoder's keys. The other parts (vision tower, projector) and their weights are passed over.
+text_config holds the decoder's keys. The other parts (vision tower, projector) and their weights are skipped.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 VISION_TOWER = ("vision_tower", "vision_model", "multi_modal_projector", "image_newline")
 VISUAL = ("visual",)  # Qwen's name
 CONNECTED = ("vision_model", "connector")  # those of Idefics and SmolVLM
-# How names of the text part begin, in files as published and as transformers 5 holds them, and as its family has them.
+# How names of the text part begin: in published files, in transformers 5, and in the decoder's family.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("language_model.lm_head", "lm_head"),
 )
-# Keys that describe images and their places in a prompt.
+# Keys that describe images and their positions in a prompt.
 IMAGE_KEYS = (
     *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
@@ -32,15 +32,15 @@ IMAGE_KEYS = (
     *("image_grid_pinpoints", "video_token_id", "video_token_index", "vision_start_token_id", "vision_end_token_id"),
     *("vision_token_id", "vision_aspect_ratio", "use_image_newline_parameter", "downsample_ratio"),
 )
-CONNECTOR_KEYS = ("scale_factor", "_pad_token_id")  # beside text_config of Idefics 3 and SmolVLM
-OLD_CONNECTOR_KEYS = ("perceiver_config", "pixel_shuffle_factor")  # in it; nothing reads them
+CONNECTOR_KEYS = ("scale_factor", "_pad_token_id")  # next to text_config in Idefics 3 and SmolVLM
+OLD_CONNECTOR_KEYS = ("perceiver_config", "pixel_shuffle_factor")  # inside text_config; nothing reads them
 
 
 def read_text_part(
     architecture: str, read_by_type: Mapping[str, Read], parts: tuple[str, ...] = VISION_TOWER, *more_keys: str
 ) -> Read:
-    """The reader of a model whose text_config is one of these, by its model_type. parts: modules that are not served.
-    more_keys: further keys about images."""
+    """Return the reader of a model whose text_config is one of these, by model_type. parts: modules that are not
+    served. more_keys: further keys about images."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         text = config.require("text_config")
@@ -52,8 +52,8 @@ def read_text_part(
 
 
 def read_flat_text_part(architecture: str, kind: str, read_text: Read) -> Read:
-    """As `read_text_part`, of Qwen, where the decoder's keys may be beside vision_config, or in both places. kind: the
-    model_type."""
+    """Like `read_text_part`, for Qwen, where the decoder's keys may be next to vision_config or in both places. kind:
+    the model_type."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         text = config.inner("text_config")

@@ -1,4 +1,4 @@
-"""Names of a decoder's tensors in checkpoints: those of Llama, with the replacements of other families."""
+"""Names of a decoder's tensors in checkpoints: Llama's names, with replacements for other families."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATED = {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": 
 QKV = "attention.q attention.k attention.v"
 MOE = ("ffn.router", "ffn.experts.", "ffn.shared")  # parameters of layers with experts
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-HEAD_NORMS = {source: f"{parameter}.{{member}}" for source, parameter in QK_NORMS.items()}  # all of a layer in a stack
+HEAD_NORMS = {source: f"{parameter}.{{member}}" for source, parameter in QK_NORMS.items()}  # one stack per layer
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def weights(
 
 
 def _members(spec: ModelSpec) -> dict[str, int]:
-    """The number of experts or heads, by the part of a parameter's name before `{member}`."""
+    """The number of experts or heads, keyed by the part of a parameter's name before `{member}`."""
     mixer = spec.layers[0].attention
     experts = [layer.ffn.router.num_experts for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
     counts = {"attention.q_norm": mixer.num_heads, "attention.k_norm": mixer.num_kv_heads}
@@ -110,7 +110,7 @@ def _members(spec: ModelSpec) -> dict[str, int]:
 
 
 def _biased(mixer: AnyAttentionSpec) -> dict[str, bool]:
-    """Whether each linear layer of the attention has a bias."""
+    """For each linear layer of the attention, whether it has a bias."""
     if isinstance(mixer, MLASpec):
         return dict.fromkeys(("attention.q_down", "attention.kv_down", "attention.output"), mixer.bias)
     assert isinstance(mixer, AttentionSpec)

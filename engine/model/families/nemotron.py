@@ -1,4 +1,4 @@
-"""Nemotron and Minitron (NemotronForCausalLM): Llama with layer norms whose weights are stored less 1, a plain
+"""Nemotron and Minitron (NemotronForCausalLM): Llama with layer norms whose weights are stored minus 1, a plain
 feed-forward with a squared relu, and rope in a part of each head."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LAYER = {
     "norm2": "ffn_norm",
 }
 CLASSIFIER = {"nomic_bert.pooler.dense": "pooler.dense", "classifier": "pooler.classifier"}
-PUBLISHED_NAMES = {  # what transformers calls a key -> what the model's own code calls it
+PUBLISHED_NAMES = {  # transformers' name of a key -> the name in the model's own code
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -41,7 +41,7 @@ UNUSED = (
 
 
 def read_nomic_bert(architecture: str) -> Read:
-    """Reads the config of transformers (NomicBertConfig), and that of the model's own code."""
+    """Reads transformers' config (NomicBertConfig) and that of the model's own code."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         is_published = "n_embd" in config.keys

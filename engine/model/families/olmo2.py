@@ -1,4 +1,4 @@
-"""OLMo 2 (Olmo2ForCausalLM): Llama with norms after attention and feed-forward, and of whole query and key
+"""OLMo 2 (Olmo2ForCausalLM): Llama with norms after attention and feed-forward, and norms over the whole query and key
 projections."""
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, LearnedPositions, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
-POSITION_OFFSET = 2  # rows before the one of position 0
+POSITION_OFFSET = 2  # rows before position 0
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (Phi3ForCausalLM): Llama with joint weights, longrope and, in part of each head, no rope."""
+"""Phi-3, Phi-3.5 and Phi-4 (Phi3ForCausalLM): Llama with joint weights, longrope and rope in only part of each head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         partial_rotary=1.0,
         windows=[window or None] * config.layers("num_hidden_layers"),
     )
-    config.ignore("original_max_position_embeddings")  # where there is no longrope
+    config.ignore("original_max_position_embeddings")  # for models without longrope
     config.ignore("resid_pdrop", "embd_pdrop")
     config.ignore("full_attn_mod", "interpolate_factor")  # in Phi-4-mini; transformers does not read them
     config.refuse("attention_bias", "mlp_bias", "lm_head_bias")

@@ -1,4 +1,4 @@
-"""Decoders without their LM head: embedding models, and sequence classifiers with a linear layer in its place."""
+"""Decoders without an LM head: embedding models, and sequence classifiers with a linear layer instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
 
 def without_lm_head(read: Read, architecture: str) -> Read:
-    """The base model of a family, as embedding models are published."""
+    """Read the base model of a family, which is how embedding models are published."""
 
     def read_base_model(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         config.only("is_causal", True, None)
@@ -24,7 +24,7 @@ def without_lm_head(read: Read, architecture: str) -> Read:
 
 
 def as_classifier(read: Read, architecture: str) -> Read:
-    """The base model of a family, and a linear layer on the hidden state of the last token."""
+    """Read the base model of a family with a linear layer on the hidden state of the last token."""
 
     def read_classifier(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         num_labels = read_num_labels(config)
@@ -38,7 +38,7 @@ def as_classifier(read: Read, architecture: str) -> Read:
 
 
 def read_num_labels(config: ConfigReader) -> int:
-    """The number of classes: the entries of id2label, else num_labels, else transformers' default."""
+    """The number of classes: the entries of id2label, otherwise num_labels, otherwise transformers' default."""
     labels = config.inner("id2label")
     if labels is not None:
         return len(labels.keys)

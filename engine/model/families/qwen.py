@@ -1,7 +1,7 @@
 """Qwen 1 (QWenLMHeadModel): Llama with biases on q, k and v, joint qkv weights, and GPT-2's names.
 
-Beyond seq_length the published code changes the base of rope with the length of the prompt (use_dynamic_ntk) and scales
-queries (use_logn_attn). The context ends there.
+Beyond seq_length, the published code changes rope's base with the length of the prompt (use_dynamic_ntk) and scales
+queries (use_logn_attn). This server limits the context to seq_length.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
             f"config.json: hidden_size must be num_attention_heads {heads} times kv_channels {head_dim}, but it is "
             f"{config.integer('hidden_size')}"
         )
-    both, rest = divmod(config.integer("intermediate_size"), 2)  # the outputs of w1 and w2 together
+    both, rest = divmod(config.integer("intermediate_size"), 2)  # outputs of w1 and w2 together
     if rest:
         raise ModelError(f"config.json: intermediate_size must be even, but it is {2 * both + rest}")
     bias = not config.flag("no_bias", True)

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Qwen2MoeForCausalLM): Qwen2 with experts and a gated one that all tokens share."""
+"""Qwen1.5-MoE and Qwen2-MoE (Qwen2MoeForCausalLM): Qwen2 with experts and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED = {
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (Qwen2MoeConfig).
 
-    Which layers have the sliding window, where layer_types does not say it, has changed from version to version.
+    Without layer_types, the layers that have the sliding window depend on the version.
     """
     if config.flag("use_sliding_window", False) and config.names("layer_types") is None:
         raise ModelError("config.json: use_sliding_window is served with layer_types only, but that is missing")
@@ -47,7 +47,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 def read_experts(
     config: ConfigReader, dense: ModelSpec, num_experts: int, *, default_top_k: int, default_width: int, shared: int = 0
 ) -> ModelSpec:
-    """The model of dense layers with experts where Qwen's keys ask for them. shared: as of `with_experts`."""
+    """The model of dense layers, with experts where Qwen's keys ask for them. shared: as in `with_experts`."""
     step = config.integer("decoder_sparse_step", 1)
     dense_layers = config.integers("mlp_only_layers", highest=10_000)
     spec = with_experts(

@@ -1,5 +1,5 @@
-"""The text part of Qwen3.5 (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM): Qwen3-Next with the inputs of linear layers in
-tensors of their own, dense or with experts."""
+"""The text part of Qwen3.5 (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM): Qwen3-Next with separate tensors for the inputs
+of linear layers, dense or with experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_moe(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def _stack_experts(num_experts: int) -> tuple[WeightRule, ...]:
-    """All experts of a layer are in one tensor, as (experts, outputs, inputs), in some checkpoints."""
+    """In some checkpoints, all experts of a layer are in one tensor, as (experts, outputs, inputs)."""
     return tuple(
         WeightRule(
             f"model.layers.{{layer}}.mlp.experts.{source}",
@@ -58,5 +58,5 @@ def _stack_experts(num_experts: int) -> tuple[WeightRule, ...]:
 def _finish(config: ConfigReader) -> None:
     config.only("attn_output_gate", True, None)
     config.only("mamba_ssm_dtype", "float32", None)
-    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # layers for drafts, which are not used
+    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # draft layers, which are not used
     config.done()

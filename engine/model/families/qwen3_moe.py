@@ -27,7 +27,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     )
     # in published files; transformers does not read them
     config.ignore("max_window_layers", "qkv_bias", "use_qk_norm", "shared_expert_intermediate_size")
-    # num_experts in what is published, num_local_experts as transformers 5 writes it
+    # num_experts in published files, num_local_experts as transformers 5 writes it
     num_experts = config.integer("num_experts", config.integer("num_local_experts", 128), highest=10_000)
     spec = read_experts(config, dense, num_experts, default_top_k=8, default_width=768)
     return spec, weights(spec, NAMES)

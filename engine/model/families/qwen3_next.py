@@ -1,5 +1,5 @@
 """Qwen3-Next (Qwen3NextForCausalLM) and the text part of Qwen3.5: gated DeltaNet in most layers, gated attention in the
-others, norms with weights stored less 1 and kept in float32, and experts with a gated one that all tokens share."""
+others, norms whose weights are stored minus 1 and kept in float32, and experts with a gated shared expert."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def read_hybrid(config: ConfigReader, architecture: str, default_kv_heads: int) -> ModelSpec:
-    """The layers, with dense feed-forward networks. The caller must call config.done()."""
+    """Read the layers, with dense feed-forward networks. The caller must call config.done()."""
     num_layers = config.layers("num_hidden_layers")
     kinds = read_kinds(config, num_layers)
     bias = config.flag("attention_bias", False)

@@ -39,7 +39,7 @@ def read_qwen3_vl_moe(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def _ignore_sections(config: ConfigReader) -> None:
-    """Which dimensions of a head take which coordinate of a position. For text all coordinates are equal."""
+    """Which coordinate of a position each dimension of a head uses. For text, all coordinates are equal."""
     for key in ("rope_scaling", "rope_parameters"):
         if rope := config.inner(key):
             rope.ignore("mrope_section", "mrope_interleaved")

@@ -22,11 +22,11 @@ def read_rope(
     default_base: float = DEFAULT_BASE,
     scaling: ConfigReader | None = None,
 ) -> tuple[ropes.RopeSpec, int]:
-    """The rope, and the longest context in tokens that it makes usable.
+    """Return the rope and the longest context in tokens that it makes usable.
 
-    max_position: max_position_embeddings. Of linear and dynamic scaling it is the length before scaling (so say
-    transformers' docs), so the context is that times the factor; of yarn it may be either, so the context is the
-    larger of it and original_max_position_embeddings times the factor; of the others it is the context.
+    max_position: max_position_embeddings. With linear and dynamic scaling, it is the length before scaling (according
+    to transformers' docs), so the context is that times the factor. With yarn, it may be either length, so the context
+    is the larger of it and original_max_position_embeddings times the factor. Otherwise, it is the context.
     partial_rotary: default of partial_rotary_factor, a share of each head; None: the family does not read that key.
     scaling: what replaces rope_scaling or rope_parameters in files without these keys.
     """
@@ -99,7 +99,7 @@ def _long(config: ConfigReader, scaling: ConfigReader, max_position: int, pairs:
 
 
 def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
-    """The temperature of arXiv:2309.00071, section 3.4, as a multiplier of cos and sin; or the ratio of two such."""
+    """The temperature of arXiv:2309.00071, section 3.4, as a multiplier of cos and sin, or the ratio of two of them."""
     mscale, all_dims = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
     computed = yarn_magnitude(factor, 1.0)
     if mscale and all_dims:
@@ -112,8 +112,8 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
 
 
 def score_factor(config: ConfigReader, rope: ropes.RopeSpec) -> float:
-    """The factor by which DeepSeek multiplies attention scores: YaRN's temperature for all dimensions, also those
-    that are not rotated. `_yarn_attention_factor` is the rest, which cos and sin carry."""
+    """The factor by which DeepSeek multiplies attention scores: YaRN's temperature for all dimensions, including those
+    that are not rotated. `_yarn_attention_factor` is the rest, which is part of cos and sin."""
     scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
     if scaling is None or not isinstance(rope.scaling, ropes.YarnScaling):
         return 1.0

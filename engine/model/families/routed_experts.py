@@ -1,4 +1,4 @@
-"""Experts as in DeepSeek: groups of routed experts, chosen by corrected sigmoid scores in later models, beside shared
+"""Experts as in DeepSeek: groups of routed experts (later models choose them by corrected sigmoid scores), shared
 experts, and dense first layers."""
 
 from __future__ import annotations

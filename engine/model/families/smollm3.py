@@ -13,8 +13,8 @@ from serve_llm.engine.model.weight_map import WeightMap
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-    """Defaults of absent keys are transformers' own (SmolLM3Config). Windows, which no published model has, are not
-    served."""
+    """Defaults of absent keys are transformers' own (SmolLM3Config). Windows are not served; no published
+    model has them."""
     bias = config.flag("attention_bias", False)
     num_layers = config.layers("num_hidden_layers")
     plain = read_decoder(

@@ -1,5 +1,5 @@
 """StableLM (StableLmForCausalLM): Llama with layer norms, rope in a part of each head, and parallel attention
-and feed-forward where use_parallel_residual says so; in StableLM 2 12B with layer norms per head."""
+and feed-forward if use_parallel_residual is set; StableLM 2 12B has layer norms per head."""
 
 from __future__ import annotations
 
