@@ -69,7 +69,7 @@ class EngineCore:
         the ids of new requests while they are added. draft_model: the one named in the config. matchers: None to build
         one."""
         self.layout = executor.layout
-        self._speculator = _build_speculator(config.speculation, draft_model)
+        self._speculator = _build_speculator(config.speculation, draft_model, clock)
         self._recorder = None if config.kv_events is None else KVEventRecorder(self.layout.groups)
         self._publisher: KVEventPublisher | None = None
         if config.kv_events is not None:
@@ -239,7 +239,9 @@ class EngineCore:
         seconds = self._clock() - step.started_at
         self._budget.observe(num_tokens, seconds)
         if self._speculator is not None and scheduler_output.is_decode:
-            self._speculator.row_cost.observe(num_tokens, seconds)
+            num_sequences = len(scheduler_output.scheduled)
+            num_accepted = sum(len(result.accepted_ids) for result in results)
+            self._speculator.observe_step(num_sequences, num_tokens - num_sequences, num_accepted, seconds)
         self.grammars.advance(scheduler_output, results)
         outputs = self.scheduler.update_from_output(scheduler_output, results)
         self.grammars.retain(self.scheduler.request_indices)
@@ -281,7 +283,9 @@ def _find_sizes_to_capture(config: Config) -> deque[int]:
     return deque(list_decode_sizes(config.max_num_seqs))
 
 
-def _build_speculator(config: SpeculativeConfig | None, draft_model: BatchDraftSource | None) -> Speculator | None:
+def _build_speculator(
+    config: SpeculativeConfig | None, draft_model: BatchDraftSource | None, clock: Callable[[], float]
+) -> Speculator | None:
     if config is None:
         return None
     if config.has_draft_model:
@@ -289,7 +293,9 @@ def _build_speculator(config: SpeculativeConfig | None, draft_model: BatchDraftS
         return ModelSpeculator(config.num_speculative_tokens, draft_model)
     lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
     recent = RecentTextGroups(*lengths)
-    return TextSpeculator(config.num_speculative_tokens, lambda request: PromptLookup(*lengths, recent.find(request)))
+    return TextSpeculator(
+        config.num_speculative_tokens, lambda request: PromptLookup(*lengths, recent.find(request)), clock
+    )
 
 
 def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder | None) -> OffloadManager | None:

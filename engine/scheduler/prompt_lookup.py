@@ -42,9 +42,7 @@ class PromptLookup:
         num_ids = len(token_ids)
         self._index.extend(token_ids, num_ids - 1)  # each run in it is followed by an id
         num_new = num_ids - self._num_ids
-        goes_on = self._end != NONE and all(
-            token_ids[self._end + place] == token_ids[self._num_ids + place] for place in range(num_new)
-        )
+        goes_on = self._end != NONE and token_ids[self._end : self._end + num_new] == token_ids[self._num_ids :]
         self._num_ids = num_ids
         if goes_on:
             self._end += num_new
@@ -84,6 +82,8 @@ class PromptLookup:
         best = NONE
         best_length = self._min_match - 1
         for candidate in self._index.find(run):
+            if candidate < best_length or token_ids[candidate - best_length] != token_ids[last - best_length]:
+                continue  # not longer
             length = count_equal(token_ids, candidate, token_ids, last, self._max_match)
             if length > best_length:
                 best = candidate + 1

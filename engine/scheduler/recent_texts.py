@@ -42,8 +42,14 @@ class RecentTexts:
         are more than `least`; and how many they are. run: hash of the last ids; see `RunIndex.find`."""
         best: list[int] = []
         best_length = least
+        last = len(token_ids) - 1
         for candidate in self._index.find(run):
-            length = count_equal(self._ids, candidate, token_ids, len(token_ids) - 1, self._max_match)
+            if (
+                min(candidate, last) < best_length
+                or self._ids[candidate - best_length] != token_ids[last - best_length]
+            ):
+                continue  # not longer
+            length = count_equal(self._ids, candidate, token_ids, last, self._max_match)
             if length <= best_length or self._ids[candidate + 1] == END:
                 continue
             following = self._ids[candidate + 1 : candidate + 1 + count].tolist()

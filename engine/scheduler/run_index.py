@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 MAX_BUCKETS = 1 << 16
 SPARE_BITS = 2  # four buckets for each id or more, so that few runs share one
 MAX_CANDIDATES = 16  # earlier occurrences to examine
+MANY = 8  # ids to index at a time, from which the set-up of a quicker loop pays
 NONE = -1
 
 
@@ -33,13 +35,21 @@ class RunIndex:
             return
         latest = self._latest
         previous = self._previous
-        run_length = self._run_length
-        previous.extend([NONE] * (end - len(previous)))
-        for position in range(max(self._num_indexed, run_length - 1), end):
-            bucket = hash(tuple(token_ids[position - run_length + 1 : position + 1])) & self._mask
-            previous[position] = latest[bucket]
-            latest[bucket] = position
+        mask = self._mask
+        before = self._run_length - 1
+        previous.extend([NONE] * (min(end, before) - len(previous)))
+        first = len(previous)
         self._num_indexed = end
+        runs: Iterable[tuple[int, ...]]
+        if end - first < MANY:
+            runs = [tuple(token_ids[position - before : position + 1]) for position in range(first, end)]
+        else:
+            new_ids = token_ids[first - before : end]
+            runs = zip(*(new_ids[start:] for start in range(before + 1)), strict=False)
+        for position, run in enumerate(runs, first):
+            bucket = hash(run) & mask
+            previous.append(latest[bucket])
+            latest[bucket] = position
 
     def find(self, run: int) -> Items[int]:
         """Where runs end that are probably the one with this hash (`hash_end`), the latest first."""

@@ -158,8 +158,8 @@ class Scheduler:
             paused = self._find_paused()
             self._num_active = len(self._running) - len(paused)
             held = paused.union(held)
-            ready = [sequence for req_index, sequence in self._running.by_index.items() if req_index not in held]
-            self._speculator.prepare([(one, one.max_drafts(self._max_model_len)) for one in ready], self._num_active)
+            ready = (sequence for req_index, sequence in self._running.by_index.items() if req_index not in held)
+            self._speculator.prepare(((one, one.max_drafts(self._max_model_len)) for one in ready), self._num_active)
 
     def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
         """Choose at most `budget` tokens to compute next. Empty if every sequence waits or is in flight.

@@ -2,22 +2,25 @@
 
 A draft is a guess of the next output ids. The step computes it together with the newest id and samples after each of
 its tokens; it is accepted up to the first id that differs from the sampled one. So drafts change how many steps a text
-takes, and nothing else. A draft costs a row of a step: the length of a sequence's drafts follows how often such guesses
-have come true, and what a row costs, from the times of steps.
+takes, and nothing else. A step takes longer with drafts, and the first of them costs more than each further one: the
+length of a sequence's drafts follows how often such guesses have come true, and what drafts cost, from the times of
+steps.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
 from serve_llm.common.types import Request
-from serve_llm.engine.scheduler.match_rates import MatchRates
+from serve_llm.engine.scheduler.match_rates import LONGEST, MatchRates
 from serve_llm.engine.scheduler.prompt_lookup import TextGuess
 from serve_llm.engine.scheduler.sequence import Sequence
+from serve_llm.engine.scheduler.step_costs import DraftPause, StepCosts
 
 FIRST_RATE = 0.5  # initial acceptance rate
 RATE_WEIGHT = 0.15  # weight of the latest guess
@@ -90,6 +93,7 @@ class _TextDrafter(_Drafter):
     source: DraftSource
     rates: MatchRates  # shared by all sequences
     match_length: int = 0  # ids that the guess follows
+    next_lookup: int = 0  # length of the sequence at which to look for the next guess
     excess: float = 0.0  # recent acceptance rate of its guesses, minus what `rates` say
 
     def learn(self, place: int, came_true: bool) -> None:
@@ -101,75 +105,19 @@ class _TextDrafter(_Drafter):
         return max(0.0, self.rates.find_rate(self.match_length + place) + min(0.0, self.excess))
 
 
-class RowCost:
-    """Estimates the cost of one more row in a decode step: the slope of a line fitted to the latest step times."""
-
-    MEMORY = 0.98  # weight of a step relative to the next one
-    UNKNOWN = 0.2  # until steps of different sizes have been seen
-    MOST_SLOWER = 3.0  # limit on a step's time as a multiple of the mean
-
-    def __init__(self) -> None:
-        self._weight = 0.0
-        self._rows = 0.0
-        self._seconds = 0.0
-        self._rows_squared = 0.0
-        self._rows_seconds = 0.0
-        self._shares: dict[int, float] = {}  # what `share` has found since the last step
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Take in a step of `num_rows` tokens, all of them newest ids or drafts."""
-        self._shares.clear()
-        if self._weight:  # another process on the machine may hold up a step: that is not what its rows cost
-            seconds = min(seconds, self.MOST_SLOWER * self._seconds / self._weight)
-        self._weight = self.MEMORY * self._weight + 1.0
-        self._rows = self.MEMORY * self._rows + num_rows
-        self._seconds = self.MEMORY * self._seconds + seconds
-        self._rows_squared = self.MEMORY * self._rows_squared + num_rows**2
-        self._rows_seconds = self.MEMORY * self._rows_seconds + num_rows * seconds
-
-    def share(self, num_rows: int) -> float:
-        """A row's cost relative to the cost of each id in a step of `num_rows` without drafts, 0 to 1."""
-        if num_rows not in self._shares:
-            self._shares[num_rows] = self._find_share(num_rows)
-        return self._shares[num_rows]
-
-    def _find_share(self, num_rows: int) -> float:
-        slope = self._find_slope()
-        if slope is None:
-            return self.UNKNOWN
-        if slope <= 0.0:
-            return 0.0
-        step_seconds = self.find_step_seconds(num_rows)
-        return min(1.0, slope * num_rows / step_seconds) if step_seconds > 0.0 else 1.0
-
-    def find_step_seconds(self, num_rows: int) -> float:
-        """Return the seconds of a step of `num_rows` rows; 0 until they are known."""
-        if not self._weight:
-            return 0.0
-        rows = self._rows / self._weight
-        return self._seconds / self._weight + (self._find_slope() or 0.0) * (num_rows - rows)
-
-    def _find_slope(self) -> float | None:
-        """Return the seconds that one more row takes; None until steps of different sizes have been seen."""
-        if not self._weight:
-            return None
-        rows = self._rows / self._weight
-        variance = self._rows_squared / self._weight - rows**2
-        if variance < 0.1:
-            return None
-        return (self._rows_seconds / self._weight - rows * self._seconds / self._weight) / variance
-
-
 class Speculator(ABC):
     """Chooses drafts for the sequences of a scheduler. Its choices do not affect outputs."""
 
+    WASTE_WEIGHT = 1.0  # what wasted time counts, as a multiple
     _drafters: Mapping[int, _Drafter]  # by request id
 
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: most drafts of a sequence in a step."""
         self.num_tokens = num_tokens
-        self.row_cost = RowCost()
+        self.costs = StepCosts()
         self.paused_indices: Collection[int] = ()  # request indices that get no drafts for now
+        self._num_drafting = 0  # sequences with drafts in the step that is being scheduled
+        self._num_drafting_before = 0  # and in the one before it
 
     @abstractmethod
     def update(self, sequence: Sequence) -> None:
@@ -179,10 +127,15 @@ class Speculator(ABC):
         """See `BatchDraftSource`. Only called for sources that read them."""
         raise NotImplementedError
 
-    @abstractmethod
-    def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
+    def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int) -> None:
         """Make guesses before a step is scheduled. ready: sequences that the step may compute, with the maximum number
         of drafts of each. num_running: sequences that share the steps."""
+        self._num_drafting_before = self._num_drafting
+        self._num_drafting = 0
+
+    def observe_step(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Take in a step of newest ids and drafts only."""
+        self.costs.observe(num_sequences, num_drafts, seconds)
 
     @abstractmethod
     def forget(self, sequence: Sequence) -> None:
@@ -190,66 +143,123 @@ class Speculator(ABC):
 
     @abstractmethod
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether there are, or will be, drafts for the sequence's next ids that are worth their rows."""
+        """Whether there are, or will be, drafts for the sequence's next ids that are worth their cost."""
 
     def choose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
-        """Choose up to `most` drafts to verify: those accepted often enough to be worth their rows."""
-        drafter = self._find_drafter(sequence)
+        """Choose up to `most` drafts to verify: those accepted often enough to be worth their cost."""
+        drafts = self._find_drafts(sequence, most, num_running)
+        self._num_drafting += bool(drafts)
+        return drafts
+
+    def _find_drafts(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
+        drafter = self._drafters.get(sequence.request.id)
         if drafter is None or not drafter.proposed or drafter.num_ids != len(sequence.token_ids):
             return []
+        if not self._may_draft(sequence):
+            return []
         most = min(most, len(drafter.proposed))
-        return list(drafter.proposed[: self._count_worthwhile(drafter, most, num_running)])
+        fixed_cost = 0.0 if self._num_drafting else self._find_fixed_cost(num_running, self._num_drafting_before)
+        return list(drafter.proposed[: self._count_worthwhile(drafter.find_chance, most, num_running, fixed_cost)])
 
-    def _find_drafter(self, sequence: Sequence) -> _Drafter | None:
-        return None if sequence.req_index in self.paused_indices else self._drafters.get(sequence.request.id)
+    def _may_draft(self, sequence: Sequence) -> bool:
+        return not self.costs.is_comparison_due and sequence.req_index not in self.paused_indices
 
-    def _count_worthwhile(self, drafter: _Drafter, most: int, num_running: int) -> int:
-        """Return up to `most` drafts, each of which is accepted often enough to pay for its row."""
-        least_chance = max(LEAST_RATE, self._find_least_chance(num_running))
+    def _find_fixed_cost(self, num_running: int, num_drafting: int) -> float:
+        """The first sequence of a step that drafts pays what the step takes longer because of that; but only its share
+        if several drafted in the step before, which will probably follow."""
+        return self.costs.find_fixed_cost(num_running) / max(1, num_drafting)
+
+    def _count_worthwhile(
+        self, find_chance: Callable[[int], float], most: int, num_running: int, fixed_cost: float
+    ) -> int:
+        """Return how many drafts, up to `most`, are accepted often enough to pay for themselves and, together, for
+        `fixed_cost`. find_chance: of a draft, if those before it are accepted."""
+        cost = self._find_cost(num_running)
+        left = fixed_cost
         chance = 1.0
-        for place in range(most):
-            chance *= drafter.find_chance(place)
-            if chance < least_chance:
-                return place
-        return most
+        count = 0
+        while count < most:
+            chance *= find_chance(count)
+            gain = chance * (1.0 - cost) - self.WASTE_WEIGHT * (1.0 - chance) * cost
+            if gain < 0.0 or chance < LEAST_RATE:
+                break
+            left -= gain
+            count += 1
+        return count if left <= 0.0 else 0
 
     @abstractmethod
-    def _find_least_chance(self, num_running: int) -> float:
-        """How probable it must be that a draft is accepted."""
+    def _find_cost(self, num_running: int) -> float:
+        """The cost of a draft as a share of the cost of an id in a step without drafts."""
 
 
 class TextSpeculator(Speculator):
-    """Always drafts, from the texts themselves, because that costs almost nothing.
+    """Drafts from the texts themselves, which costs little.
 
     Guesses after longer matches come true more often, and how often is learned from all sequences. A sequence whose
     own guesses do worse gets fewer drafts. Rejected drafts delay the sequences that have none, so a draft must be
-    expected to save several times the time that it is expected to waste.
+    expected to save several times the time that it is expected to waste. A match grows by one with each id, so after a
+    short one there is no lookup until it may be long enough.
     """
 
-    LEAST_GAIN = 4.0  # time that a draft saves if it is accepted, times its chance, as a multiple of the waste
+    WASTE_WEIGHT = 4.0
+    MOST_SKIPPED = 8  # ids without a lookup
+    REVIEW_STEPS = 16  # steps after which the shortest useful match is found anew
 
-    def __init__(self, num_tokens: int, build_source: Callable[[Request], DraftSource]) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        build_source: Callable[[Request], DraftSource],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """build_source: makes the source of one sequence."""
         super().__init__(num_tokens)
         self._drafters: dict[int, _TextDrafter] = {}
         self._build_source = build_source
+        self._clock = clock
         self._rates = MatchRates()
+        self._pause = DraftPause()
+        self._lookup_seconds = 0.0  # since the last step
+        self._num_steps = 0
+        self._least_length = 1  # of matches that are worth drafts
 
     def update(self, sequence: Sequence) -> None:
         if not sequence.num_output:
             return
         drafter = self._drafters.get(sequence.request.id)
-        if drafter is None:
+        if drafter is None:  # also in a pause, because its source keeps the text for later ones
             drafter = _TextDrafter(source=self._build_source(sequence.request), rates=self._rates)
             self._drafters[sequence.request.id] = drafter
-        token_ids = sequence.token_ids
+        if not self._pause.is_on and len(sequence.token_ids) >= drafter.next_lookup:
+            started_at = self._clock()
+            self._look_up(drafter, sequence.token_ids)
+            self._lookup_seconds += self._clock() - started_at
+
+    def _look_up(self, drafter: _TextDrafter, token_ids: Items[int]) -> None:
         if drafter.proposed:
             drafter.judge(token_ids)
         drafter.proposed, drafter.match_length = drafter.source.propose(token_ids, self.num_tokens)
         drafter.num_ids = len(token_ids)
+        num_missing = self._least_length - drafter.match_length
+        drafter.next_lookup = drafter.num_ids + max(1, min(self.MOST_SKIPPED, num_missing))
 
-    def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
-        """Guesses are made when ids arrive."""
+    def observe_step(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        cost = self.costs.observe(num_sequences, num_drafts, seconds)
+        step_seconds = self.costs.find_step_seconds()
+        if step_seconds > 0.0:
+            cost += self._lookup_seconds / step_seconds
+        self._lookup_seconds = 0.0
+        self._pause.observe(num_accepted / num_sequences, cost, num_drafts > 0)
+        self._num_steps += 1
+        if self._num_steps % self.REVIEW_STEPS == 0:
+            self._least_length = self._find_least_length(num_sequences)
+
+    def _find_least_length(self, num_running: int) -> int:
+        fixed_cost = self._find_fixed_cost(num_running, self._num_drafting)
+        for length in range(1, LONGEST):
+            rates = [self._rates.find_rate(length + place) for place in range(self.num_tokens)]
+            if self._count_worthwhile(rates.__getitem__, self.num_tokens, num_running, fixed_cost):
+                return length
+        return LONGEST
 
     def forget(self, sequence: Sequence) -> None:
         drafter = self._drafters.pop(sequence.request.id, None)
@@ -257,13 +267,13 @@ class TextSpeculator(Speculator):
             drafter.source.finish(sequence)
 
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
-        return bool(self.choose(sequence, 1, num_running))
+        return bool(self._find_drafts(sequence, self.num_tokens, num_running))
 
-    def _find_least_chance(self, num_running: int) -> float:
-        """An accepted draft saves what an id costs without drafts, less its row; a rejected one wastes its row."""
-        cost = self.row_cost.share(num_running)
-        waste = self.LEAST_GAIN * cost
-        return waste / (1.0 - cost + waste)
+    def _may_draft(self, sequence: Sequence) -> bool:
+        return not self._pause.is_on and super()._may_draft(sequence)
+
+    def _find_cost(self, num_running: int) -> float:
+        return self.costs.find_draft_cost(num_running)
 
 
 class ModelSpeculator(Speculator):
@@ -290,12 +300,15 @@ class ModelSpeculator(Speculator):
             drafter.proposed = ()
             drafter.num_ids = len(sequence.token_ids)
 
-    def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
+    def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int) -> None:
+        super().prepare(ready, num_running)
         drafters = []
         wanted = []
         for sequence, most in ready:
-            drafter = self._find_drafter(sequence)
-            if drafter is None or (drafter.proposed and drafter.num_ids == len(sequence.token_ids)):
+            drafter = self._drafters.get(sequence.request.id)
+            if drafter is None or not self._may_draft(sequence):
+                continue
+            if drafter.proposed and drafter.num_ids == len(sequence.token_ids):
                 continue
             count = self._count_guesses(drafter, sequence, min(most, self.num_tokens), num_running)
             if count:
@@ -312,11 +325,14 @@ class ModelSpeculator(Speculator):
         self._source.take_hidden_states(sequence, start, states)
 
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
-        drafter = self._find_drafter(sequence)
-        return drafter is not None and self._count_guesses(drafter, sequence, 1, num_running) > 0
+        drafter = self._drafters.get(sequence.request.id)
+        if drafter is None or not self._may_draft(sequence):
+            return False
+        return self._count_guesses(drafter, sequence, self.num_tokens, num_running) > 0
 
     def _count_guesses(self, drafter: _Drafter, sequence: Sequence, most: int, num_running: int) -> int:
-        count = self._count_worthwhile(drafter, most, num_running)
+        fixed_cost = self._find_fixed_cost(num_running, self._num_drafting_before)
+        count = self._count_worthwhile(drafter.find_chance, most, num_running, fixed_cost)
         is_trial_due = len(sequence.token_ids) - drafter.num_ids >= self.TRIAL_IDS
         return count or min(most, int(is_trial_due))
 
@@ -324,8 +340,8 @@ class ModelSpeculator(Speculator):
         self._drafters.pop(sequence.request.id, None)
         self._source.forget(sequence.request.id)
 
-    def _find_least_chance(self, num_running: int) -> float:
-        """The cost of a draft as a share of the cost of an id in a step without drafts."""
-        step_seconds = self.row_cost.find_step_seconds(num_running)
+    def _find_cost(self, num_running: int) -> float:
+        """The draft costs a step of the source, too."""
+        step_seconds = self.costs.find_step_seconds()
         share = self._source.step_seconds / step_seconds if step_seconds > 0.0 else 0.0
-        return self.row_cost.share(num_running) + share
+        return self.costs.find_draft_cost(num_running) + share

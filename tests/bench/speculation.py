@@ -76,7 +76,7 @@ class Turn:
 
 def run_turns(engines: Mapping[bool, EngineCore], requests: Sequence[Request]) -> dict[bool, Turn]:
     """Engines compute the same requests and step alternately, so that other work on the machine disturbs all alike.
-    Prompts are not timed."""
+    Times begin after the first id."""
     turns = {is_on: Turn(0.0, 0.0, {request.id: [] for request in requests}, 0, 0, 0) for is_on in engines}
     counts = {is_on: engine.step().stats for is_on, engine in engines.items()}
     before = {

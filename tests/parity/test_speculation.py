@@ -116,7 +116,7 @@ def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pyte
 def check_adaptive(engine: EngineCore, requests: list[Request], expected: dict[int, Result]) -> None:
     """Lengths that follow acceptance and the size of the batch, and none in large batches, give the same output."""
     assert engine._speculator is not None
-    engine._speculator.row_cost = RisingCost()
+    engine._speculator.costs = RisingCost()
     lengths = watch_lengths(engine)
     assert_equal(generate(engine, requests), expected)  # all at once
     assert_equal(generate(engine, requests, [6 * number for number in range(len(requests))]), expected)

@@ -14,7 +14,8 @@ from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.scheduler.match_rates import LONGEST
 from serve_llm.engine.scheduler.prompt_lookup import NO_GUESS, TextGuess
-from serve_llm.engine.scheduler.speculation import RowCost, TextSpeculator
+from serve_llm.engine.scheduler.speculation import TextSpeculator
+from serve_llm.engine.scheduler.step_costs import StepCosts
 from support.engine import Result
 
 NGRAM: dict[str, object] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
@@ -82,24 +83,21 @@ class KnownTexts:
         """There is nothing to release."""
 
 
-class FreeRows(RowCost):
-    """Rows and draft-model steps that cost nothing, so that drafting does not depend on the machine."""
+class FreeDrafts(StepCosts):
+    """Drafts and draft-model steps that cost nothing, so that drafting does not depend on the machine."""
 
-    def share(self, num_rows: int) -> float:
+    def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> float:
         return 0.0
 
-    def find_step_seconds(self, num_rows: int) -> float:
+    def find_draft_cost(self, num_sequences: int) -> float:
         return 0.0
 
 
-class RisingCost(RowCost):
-    """Rows that cost more in larger batches: with 12 sequences, as much as an id, so that no draft pays off."""
+class RisingCost(FreeDrafts):
+    """Drafts that cost more in larger batches: with 12 sequences, as much as an id, so that none pays off."""
 
-    def share(self, num_rows: int) -> float:
-        return min(1.0, num_rows / 12)
-
-    def find_step_seconds(self, num_rows: int) -> float:
-        return 0.0
+    def find_draft_cost(self, num_sequences: int) -> float:
+        return min(1.0, num_sequences / 12)
 
 
 def watch_lengths(engine: EngineCore) -> list[tuple[int, int]]:
@@ -122,7 +120,7 @@ def watch_lengths(engine: EngineCore) -> list[tuple[int, int]]:
 def draft_freely(engine: EngineCore) -> EngineCore:
     """Draft regardless of the time of the engine's steps."""
     assert engine._speculator is not None
-    engine._speculator.row_cost = FreeRows()
+    engine._speculator.costs = FreeDrafts()
     return engine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from serve_llm.common.types import FinishReason, Request, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.prompt_lookup import TextGuess
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.speculation import RowCost, TextSpeculator
+from serve_llm.engine.scheduler.speculation import TextSpeculator
+from serve_llm.engine.scheduler.step_costs import StepCosts
 from support.scheduling import FULL, Arrival, FakeWorkers, Load, loads, token_after
 
 
@@ -139,18 +141,79 @@ def test_wrong_guesses_are_not_verified_for_ever_but_judged_still() -> None:
     assert max(count_drafts(scheduler, workers, 25)) > 0
 
 
+def observe_steps(plain: float, fixed: float, each: float) -> StepCosts:
+    """Costs after steps of 8 sequences that take so many seconds: with drafts `fixed` more, and `each` for each."""
+    costs = StepCosts()
+    for num_drafts in (0, 1, 0, 4, 0, 9) * 9:
+        costs.observe(8, num_drafts, plain + fixed * (num_drafts > 0) + each * num_drafts)
+    return costs
+
+
 def test_drafts_must_save_several_times_what_they_may_waste() -> None:
     scheduler, speculator = make_scheduler(4, 1000, match_length=16)
     add(scheduler, 1)
     count_drafts(scheduler, FakeWorkers(FULL), 2)
     (sequence,) = scheduler._sequences.values()
     numbers = []
-    for row_seconds in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.02):  # in addition to the 10 ms of any step
-        speculator.row_cost = RowCost()
-        for rows in (1, 4, 9) * 9:
-            speculator.row_cost.observe(rows, 0.010 + row_seconds * rows)
+    for draft_seconds in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.02):  # a step of 8 sequences takes 10 ms
+        speculator.costs = observe_steps(0.010, 0.0, draft_seconds)
         numbers.append(len(speculator.choose(sequence, 4, 8)))
     assert numbers == sorted(numbers, reverse=True) and numbers[0] == 4 and numbers[-1] == 0, numbers
+
+
+def test_the_first_sequence_that_drafts_pays_what_a_step_with_drafts_costs() -> None:
+    scheduler, speculator = make_scheduler(4, 1000, match_length=6)
+    for number in (1, 2):
+        add(scheduler, number)
+    count_drafts(scheduler, FakeWorkers(FULL), 2)
+    first, second = scheduler._sequences.values()
+    speculator.prepare([], 8)
+    assert speculator.choose(first, 4, 8), "costs are not known yet"
+    speculator.costs = observe_steps(0.010, 0.003, 0.0)
+    for _ in range(2):
+        speculator.prepare([], 8)
+    assert not speculator.choose(first, 4, 8) and not speculator.has_drafts(first, 8), "too much for one"
+    speculator._num_drafting = 1
+    assert speculator.choose(second, 4, 8), "another has drafts already"
+    speculator.prepare([], 8)
+    assert speculator.choose(first, 4, 8), "two in the step before, which share it"
+
+
+def test_short_matches_are_not_looked_for_while_they_are_worth_nothing() -> None:
+    scheduler, speculator = make_scheduler(4, 1000, match_length=3)
+    workers = FakeWorkers(FULL)
+    add(scheduler, 1)
+    count_drafts(scheduler, workers, 2)
+    (drafter,) = speculator._drafters.values()
+    lengths: list[int] = []
+
+    class Watched(Guesser):
+        def propose(self, token_ids: Sequence[int], count: int) -> TextGuess:
+            lengths.append(len(token_ids))
+            return super().propose(token_ids, count)
+
+    drafter.source = Watched(1, match_length=3)
+    speculator._least_length = 7
+    count_drafts(scheduler, workers, 13)
+    assert len(lengths) > 2 and {after - before for before, after in pairwise(lengths)} == {4}
+
+
+def test_no_lookups_and_no_drafts_in_a_pause() -> None:
+    scheduler, speculator = make_scheduler(4, 1000, match_length=10)
+    workers = FakeWorkers(FULL)
+    add(scheduler, 1)
+    assert count_drafts(scheduler, workers, 3)[-1] > 0
+    for number in range(200):  # a step with drafts takes three times as long, and none is accepted
+        speculator.observe_step(1, 4 * (number % 2), 0, 0.030 if number % 2 else 0.010)
+    assert speculator._pause.is_on
+    add(scheduler, 2)
+    (drafter,) = speculator._drafters.values()
+    before = drafter.num_ids
+    assert count_drafts(scheduler, workers, 5) == [0] * 5 and drafter.num_ids == before
+    assert len(speculator._drafters) == 2, "the text of the second is kept for later ones"
+    while speculator._pause.is_on:
+        speculator.observe_step(1, 0, 0, 0.010)
+    assert max(count_drafts(scheduler, workers, 5)) > 0
 
 
 def test_counters_and_the_end_of_a_request() -> None:
@@ -193,15 +256,3 @@ def test_an_error_is_the_requests_end() -> None:
     (output,) = scheduler.update_from_output(batch, [RunnerOutput(error="the logits are not finite")])
     assert output.finish_reason is FinishReason.ERROR and not scheduler.has_work
     scheduler.check_integrity()
-
-
-def test_the_cost_of_a_row_is_measured() -> None:
-    cost = RowCost()
-    assert cost.share(4) == RowCost.UNKNOWN
-    for rows in (1, 2, 4, 8) * 20:
-        cost.observe(rows, 0.010 + 0.001 * rows)
-    assert abs(cost.share(1) - 1 / 11) < 0.01 and abs(cost.share(10) - 0.5) < 0.02
-    free = RowCost()
-    for rows in (1, 8) * 20:
-        free.observe(rows, 0.010)
-    assert free.share(8) < 0.01

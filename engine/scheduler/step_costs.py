@@ -1,0 +1,172 @@
+"""What drafts cost, learned from the times of steps, and whether they have paid lately."""
+
+from __future__ import annotations
+
+
+class _RecentLine:
+    """A straight line through recent points, close to their median: one far away counts as one at a limited distance,
+    because another process on the machine may hold up a step."""
+
+    MOST_DEVIATIONS = 2.0  # distance limit, as a multiple of the mean distance
+    DEVIATION_WEIGHT = 0.05  # of the latest point in the mean distance
+    LEAST_DEVIATION = 0.05  # share of the scale
+    LEAST_VARIANCE = 0.1  # of x, so that there is a slope
+
+    def __init__(self, memory: float) -> None:
+        """memory: weight of a point relative to the next one."""
+        self._memory = memory
+        self.num_points = 0
+        self.mean_x = 0.0
+        self.mean_y = 0.0
+        self._weight = 0.0
+        self._variance = 0.0
+        self._covariance = 0.0
+        self._deviation = 0.0  # recent mean distance of points
+
+    def observe(self, x: float, y: float, scale: float) -> None:
+        """scale: the order of magnitude of y."""
+        if self.num_points:
+            distance = y - self.predict(x)
+            most = self.MOST_DEVIATIONS * max(self._deviation, self.LEAST_DEVIATION * scale)
+            y -= distance - max(-most, min(most, distance))
+            # Far points widen the limit, so that the line follows when times change for good.
+            self._deviation += self.DEVIATION_WEIGHT * (min(abs(distance), 3 * most) - self._deviation)
+        else:
+            self._deviation = scale
+        self.num_points += 1
+        self._weight = self._memory * self._weight + 1.0
+        share = 1.0 / self._weight
+        from_x = x - self.mean_x
+        from_y = y - self.mean_y
+        self.mean_x += share * from_x
+        self.mean_y += share * from_y
+        self._variance += share * (from_x * (x - self.mean_x) - self._variance)
+        self._covariance += share * (from_x * (y - self.mean_y) - self._covariance)
+
+    def fade(self, share: float) -> None:
+        """Move the line towards 0, and let the next points count more."""
+        self.mean_y -= share * self.mean_y
+        self._covariance -= share * self._covariance
+        self._weight -= share * self._weight
+
+    @property
+    def slope(self) -> float | None:
+        """None until points of different x have been seen."""
+        return self._covariance / self._variance if self._variance >= self.LEAST_VARIANCE else None
+
+    def predict(self, x: float) -> float:
+        return self.mean_y + (self.slope or 0.0) * (x - self.mean_x)
+
+
+class StepCosts:
+    """Estimates how long a decode step takes without drafts, what drafting at all adds to it, and what each draft adds.
+
+    Steps with drafts are compared with the latest ones without, because other work on the machine may make all of them
+    slower. Costs are shares of what an id costs in a step without drafts.
+    """
+
+    UNKNOWN = 0.2  # cost of a draft until it is known
+    FEW = 4  # steps of a kind, after which their times are believed
+    COMPARE_AFTER = 32  # steps with drafts in a row, after which one without is due
+    MOST_FIXED = 0.25  # share of a step; more is the error of a comparison, or leads to a pause
+    MOST_LONGER = 1.0  # share of a step; if one with drafts takes still longer, that has another reason
+    FORGET = 0.005  # of these costs with each step without drafts, so that an error does not prevent drafts forever
+
+    def __init__(self) -> None:
+        self._plain = _RecentLine(0.9)  # seconds of steps without drafts; flat
+        self._excess = _RecentLine(0.95)  # number of drafts -> time that a step took longer, as a share
+        self._num_since_plain = 0
+        self._fixed_share = 0.0  # time that a step with drafts takes longer, whatever their number, as a share
+        self._draft_share: float | None = None  # and for each draft; None until it is known
+
+    def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> float:
+        """Take in a step of that many newest ids and drafts. Returns what its drafts cost, as a share of a step."""
+        if not num_drafts:
+            self._num_since_plain = 0
+            self._plain.observe(0, seconds, self._plain.mean_y or seconds)
+            self._excess.fade(self.FORGET)
+            self._split_excess(num_sequences)
+            return 0.0
+        self._num_since_plain += 1
+        expected = self.find_step_seconds()
+        if expected <= 0.0:
+            return 0.0
+        excess = seconds / expected - 1.0
+        self._excess.observe(num_drafts, excess, 1.0)
+        self._split_excess(num_sequences)
+        return min(self.MOST_LONGER, excess)
+
+    @property
+    def is_comparison_due(self) -> bool:
+        """Whether the next step should have no drafts, because the cost of drafts can only be told by comparison."""
+        return self._num_since_plain >= self.COMPARE_AFTER
+
+    def find_step_seconds(self) -> float:
+        """Return the seconds of a step without drafts; 0 until they are known."""
+        return self._plain.mean_y if self._plain.num_points >= self.FEW else 0.0
+
+    def find_draft_cost(self, num_sequences: int) -> float:
+        """Return what one more draft costs, 0 to 1."""
+        return self.UNKNOWN if self._draft_share is None else min(1.0, self._draft_share * num_sequences)
+
+    def find_fixed_cost(self, num_sequences: int) -> float:
+        """Return what a step with drafts costs in addition to each of them."""
+        return min(self.MOST_FIXED, self._fixed_share) * num_sequences
+
+    def _split_excess(self, num_sequences: int) -> None:
+        """Divide the mean excess into a fixed part and one for each draft, neither of them negative."""
+        line = self._excess
+        if line.num_points < self.FEW:
+            return
+        mean = max(0.0, line.mean_y)
+        each = self.UNKNOWN / num_sequences if line.slope is None else line.slope
+        self._draft_share = max(0.0, min(mean / line.mean_x, each))
+        self._fixed_share = mean - self._draft_share * line.mean_x
+
+
+class DraftPause:
+    """Stops lookups and drafts for a while when they have not paid, each time longer, and then tries again."""
+
+    MEMORY = 0.97  # weight of a step relative to the next one
+    LEAST_GAIN = 0.03  # share of a step: sequences without drafts must not wait for less
+    FREE = 0.005  # share of a step that drafts may cost whatever they save
+    TRIAL = 8  # steps with drafts, after which they are judged
+    LONGEST_TRIAL = 64  # steps, after which they are judged in any case
+    SHORTEST = 16  # steps; they tell whether steps have become slower for another reason
+    LONGEST = 512
+    GROWTH = 4
+
+    def __init__(self) -> None:
+        self._length = self.SHORTEST  # of the next pause
+        self._num_left = 0  # steps of this pause
+        self._start_trial()
+
+    def _start_trial(self) -> None:
+        self._num_steps = 0
+        self._num_drafted = 0  # steps with drafts
+        self._weight = 0.0
+        self._saved = 0.0
+        self._cost = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_left > 0
+
+    def observe(self, saved: float, cost: float, has_drafts: bool) -> None:
+        """Take in a step. saved, cost: time that drafts and lookups saved and took, as shares of a step without."""
+        if self._num_left:
+            self._num_left -= 1
+            return
+        self._num_steps += 1
+        self._num_drafted += has_drafts
+        self._weight = self.MEMORY * self._weight + 1.0
+        self._saved = self.MEMORY * self._saved + saved
+        self._cost = self.MEMORY * self._cost + cost
+        if self._num_drafted < self.TRIAL and self._num_steps < self.LONGEST_TRIAL:
+            return
+        if self._cost > self.FREE * self._weight and self._saved - self._cost < self.LEAST_GAIN * self._weight:
+            self._num_left = self._length
+            self._length = min(self.LONGEST, self.GROWTH * self._length)
+            self._start_trial()
+        elif self._num_steps >= self.LONGEST_TRIAL:
+            self._length = self.SHORTEST
