@@ -194,7 +194,7 @@ class EPLBStats(msgspec.Struct, array_like=True, frozen=True):
     num_moved: int = 0  # experts whose weights were received
     moved_bytes: int = 0
     mean_rows: float = 0.0  # per rank
-    busiest_rows: float = 0.0  # of each layer's busiest rank
+    busiest_rows: float = 0.0  # those of each layer's busiest rank
     busiest_rows_after: float = 0.0  # the same, had the experts already been where they were placed then
 
     def add(self, other: EPLBStats) -> EPLBStats:

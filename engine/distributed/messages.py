@@ -66,7 +66,7 @@ class CacheReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class ExpertsPlaced(msgspec.Struct, tag=True, frozen=True):
-    stats: EPLBStats  # of this rank
+    stats: EPLBStats  # what this rank has done so far
 
 
 class RankRings(msgspec.Struct, frozen=True):

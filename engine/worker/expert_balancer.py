@@ -42,7 +42,7 @@ class ExpertBalancer:
         variant = library.find_variant() if device.type == "cpu" else None  # determines the order of packed weights
         self._layers = [_MovableExperts(dispatch, variant, device) for dispatch in dispatches]
         self._waiting: deque[_MovableExperts] = deque()  # to be rebalanced, one before each step
-        self.stats: EPLBStats | None = None  # of this rank; replaced after each placement
+        self.stats: EPLBStats | None = None  # what this rank has done; replaced after each placement
 
     def begin_step(self) -> None:
         """Call before each step, including steps without tokens."""
