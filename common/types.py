@@ -186,6 +186,35 @@ class OffloadStats(msgspec.Struct, array_like=True):
         )
 
 
+class EPLBStats(msgspec.Struct, array_like=True, frozen=True):
+    """What the expert load balancer (`--enable-eplb`) has done. Counters are totals; rows are those that layers counted
+    until their latest placement, summed over layers."""
+
+    num_placements: int = 0  # times that experts of a layer were moved
+    num_moved: int = 0  # experts whose weights were received
+    moved_bytes: int = 0
+    mean_rows: float = 0.0  # per rank
+    busiest_rows: float = 0.0  # those of each layer's busiest rank
+    busiest_rows_after: float = 0.0  # the same, had the experts already been where they were placed then
+
+    def add(self, other: EPLBStats) -> EPLBStats:
+        """Add those of another layer, or of another rank of the same engine."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return EPLBStats(*map(sum, pairs))
+
+    def add_counters(self, past: EPLBStats) -> EPLBStats:
+        """Add the counters of a process that has ended."""
+        return msgspec.structs.replace(
+            self,
+            num_placements=self.num_placements + past.num_placements,
+            num_moved=self.num_moved + past.num_moved,
+            moved_bytes=self.moved_bytes + past.moved_bytes,
+        )
+
+    def without_rows(self) -> EPLBStats:
+        return msgspec.structs.replace(self, mean_rows=0.0, busiest_rows=0.0, busiest_rows_after=0.0)
+
+
 class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     """Statistics of the engine after a step. Gauges are current; counters are totals since the engine started."""
 
@@ -205,6 +234,7 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     offload_disk: OffloadStats | None = None
     num_deferred: int = 0  # part of num_waiting: overtaken by others
     accepted_by_position: list[int] = []  # num_accepted_tokens by position in the draft
+    eplb: EPLBStats | None = None  # None: no experts were placed yet
 
     def count_draft(self, num_tokens: int, num_accepted: int) -> None:
         self.num_drafts += 1

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from serve_llm.common.messages import Abort, MalformedRequest, Shutdown, StepOutputs, Submit, ToEngine
 from serve_llm.common.options.speculative import SpeculativeConfig
-from serve_llm.common.types import FinishReason, Output, Request, Stats
+from serve_llm.common.types import EPLBStats, FinishReason, Output, Request, Stats
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult
 from serve_llm.engine.kv_events import KVEventPublisher
@@ -252,6 +252,7 @@ class EngineCore:
         stats = self.scheduler.stats()
         stats.num_steps = self._num_steps
         stats.step_tokens = step_tokens
+        stats.eplb = self._executor.eplb_stats
         if self._offload is not None:
             stats.offload_memory, stats.offload_disk = self._offload.read_stats()
         return stats
@@ -315,6 +316,7 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
     """Serve until Shutdown arrives. Raises the error of a worker that fails."""
     is_checked = True  # whether block accounting was checked since the last step
     num_waits = 0
+    eplb: EPLBStats | None = None
     while True:
         messages = channel.receive(0 if engine.has_work else IDLE_SECONDS)
         if not messages and not engine.has_work:
@@ -340,5 +342,7 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
                 engine.drain()
                 return
         step = engine.step()
-        if messages or step.outputs or step.stats.step_tokens:  # a step run for other engines has no news
+        has_placed = step.stats.eplb is not eplb
+        eplb = step.stats.eplb
+        if messages or step.outputs or step.stats.step_tokens or has_placed:  # else, it ran for other engines
             channel.send(step)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed.messages import CacheReady, LoadDone
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
@@ -21,6 +22,11 @@ class Executor(Protocol):
     layout: CacheLayout  # agreed by all ranks
     hosts: Sequence[str] = ()  # name of each rank's host
     host_memory: Sequence[HostMemory] = ()  # offload slots of the ranks that hold KV, if blocks are offloaded
+
+    @property
+    def eplb_stats(self) -> EPLBStats | None:
+        """Sum over the ranks; another object after each placement of experts. None before the first."""
+        return None
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         """Start a step. The future holds one RunnerOutput per ScheduledTokens, or the worker's exception. masks: set if
@@ -71,6 +77,10 @@ class SyncedExecutor(Executor):
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         self.sync.enter()
         return self.executor.execute(scheduler_output, masks)
+
+    @property
+    def eplb_stats(self) -> EPLBStats | None:
+        return self.executor.eplb_stats
 
     def must_step(self) -> bool:
         return self.sync.is_behind()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from serve_llm.common.hosts import host_id
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
 from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
@@ -94,6 +95,10 @@ class InProcessExecutor(Executor):
         self.layout = layout
         self._worker = worker
         self._shared_memory = shared_memory
+
+    @property
+    def eplb_stats(self) -> EPLBStats | None:
+        return self._worker.eplb_stats
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         try:

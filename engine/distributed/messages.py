@@ -9,7 +9,8 @@
                                  <-    AllocateCache
     CacheReady                   ->
 
-Afterwards there are only steps, on the step channel. A worker may send Failed at any time.
+Afterwards there are only steps, on the step channel, and an ExpertsPlaced for each placement of experts. A worker may
+send Failed at any time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 
 from serve_llm.common.hosts import Fingerprint, fingerprint, host_id
 from serve_llm.common.messages import Failed
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.worker.cpu_threads import Threads
@@ -61,6 +63,10 @@ class LoadDone(msgspec.Struct, tag=True, frozen=True):
 class CacheReady(msgspec.Struct, tag=True, frozen=True):
     layout: CacheLayout
     host_memory: HostMemory | None = None  # see `Worker.host_memory`
+
+
+class ExpertsPlaced(msgspec.Struct, tag=True, frozen=True):
+    stats: EPLBStats  # what this rank has done so far
 
 
 class RankRings(msgspec.Struct, frozen=True):
@@ -137,7 +143,7 @@ class AllocateCache(msgspec.Struct, tag=True, frozen=True):
     num_slots: int = 0  # in host memory, the same on all ranks
 
 
-FromRank = WorkerHello | WorkerAlive | ChannelsReady | GroupsReady | LoadDone | CacheReady | Failed
+FromRank = WorkerHello | WorkerAlive | ChannelsReady | GroupsReady | LoadDone | CacheReady | ExpertsPlaced | Failed
 ToRank = SetupChannels | InitWorker | AllocateCache
 
 PHASES: dict[type | None, str] = {  # what a rank does after it has sent this message
@@ -147,6 +153,7 @@ PHASES: dict[type | None, str] = {  # what a rank does after it has sent this me
     GroupsReady: "while loading weights",
     LoadDone: "while allocating the KV cache",
     CacheReady: "in a step",
+    ExpertsPlaced: "in a step",
 }
 
 encode = msgspec.msgpack.Encoder().encode

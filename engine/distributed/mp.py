@@ -17,6 +17,7 @@ import msgspec
 from serve_llm.common.errors import EngineError
 from serve_llm.common.hosts import difference, fingerprint, host_id
 from serve_llm.common.logs import read_format
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.adapter_sender import AdapterSender
@@ -187,6 +188,10 @@ class MpExecutor(Executor):
         self._longest = 0.0  # seconds, the longest wait for a result so far
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[RunnerOutput]).decode
+
+    @property
+    def eplb_stats(self) -> EPLBStats | None:
+        return self._worker_group.eplb_stats
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         future = RemoteStepFuture(self)

@@ -9,11 +9,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Protocol, TypeVar
 
 from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS, Endpoint
 from serve_llm.common.errors import EngineError, HostLost, RankFailed, ServeError
 from serve_llm.common.messages import Failed
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.control_socket import ControlSocket
 from serve_llm.engine.distributed.rank_failures import RankFailures
@@ -81,6 +83,7 @@ class WorkerGroup:
         self.endpoint = endpoint
         self.start_seconds = start_seconds
         self.failure: ServeError | None = None
+        self.eplb_stats: EPLBStats | None = None  # sum over ranks, replaced when a rank has placed experts
         self._socket = ControlSocket(size, endpoint)
         self._received: dict[int, dict[type, messages.FromRank]] = {rank: {} for rank in range(size)}
         self._failures = RankFailures()
@@ -198,12 +201,18 @@ class WorkerGroup:
                 self._failures.add_message(rank, message, self._describe(rank), self._phase(rank))
             else:
                 self._received[rank][type(message)] = message
+            if isinstance(message, messages.ExpertsPlaced):
+                self.eplb_stats = self._sum_eplb_stats()
         self._check_liveness()
         for rank, how in ended.items():
             if isinstance(how, str | HostLost):
                 self._failures.add_end(rank, how, self._describe(rank), self._phase(rank))
             else:
                 self._failures.add_error(rank, how)
+
+    def _sum_eplb_stats(self) -> EPLBStats:
+        received = (by_kind.get(messages.ExpertsPlaced) for by_kind in self._received.values())
+        return reduce(EPLBStats.add, [one.stats for one in received if isinstance(one, messages.ExpertsPlaced)])
 
     def _check_liveness(self) -> None:
         """Once a second, look for stopped processes and lost heartbeat connections."""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,6 +27,7 @@ from serve_llm.common.curve_zmq import BEAT_SECONDS, CurveClient, create_dealer
 from serve_llm.common.errors import CapacityError, EngineError, ServeError
 from serve_llm.common.logs import configure
 from serve_llm.common.messages import Failed
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.launcher import SECRET_VARIABLE
 from serve_llm.engine.distributed.step_channels import RingSource, SocketSource, StepSource
@@ -119,7 +121,12 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     layout = worker.allocate(request.num_blocks, request.num_slots)
     connection.send(messages.CacheReady(layout, worker.host_memory))
     gc.freeze()  # otherwise each full collection traverses all modules, which takes longer than a step
-    run_steps(worker, source, answers=rank == parallel.output_rank)
+    run_steps(
+        worker,
+        source,
+        answers=rank == parallel.output_rank,
+        report=lambda stats: connection.send(messages.ExpertsPlaced(stats)),
+    )
     del channels  # other ranks may have used them until now
 
 
@@ -133,9 +140,9 @@ def open_step_source(
     return RingSource(Ring.open(steps.steps), steps.reader, answers)
 
 
-def run_steps(worker: Worker, source: StepSource, answers: bool) -> None:
+def run_steps(worker: Worker, source: StepSource, answers: bool, report: Callable[[EPLBStats], None]) -> None:
     """Compute steps until the channel is closed, which raises ChannelClosed. On a GPU, the next step starts while the
-    previous one is computed. answers: whether this rank sends results."""
+    previous one is computed. answers: whether this rank sends results. report: called after experts were placed."""
     import msgspec
 
     from serve_llm.engine.scheduler.output import SchedulerOutput
@@ -143,6 +150,7 @@ def run_steps(worker: Worker, source: StepSource, answers: bool) -> None:
     decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
     encode = msgspec.msgpack.Encoder().encode
     in_flight: deque[PendingStep] = deque()
+    reported: EPLBStats | None = None
     while True:
         if in_flight and in_flight[0].is_ready():
             source.answer(encode(in_flight.popleft().finish()))
@@ -150,6 +158,10 @@ def run_steps(worker: Worker, source: StepSource, answers: bool) -> None:
             pending = worker.start(decode(source.receive()), source.receive)
             if answers:
                 in_flight.append(pending)
+            stats = worker.eplb_stats
+            if stats is not None and stats is not reported:
+                report(stats)
+                reported = stats
         else:
             time.sleep(POLL_SECONDS)
 

@@ -11,13 +11,16 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.eplb import EPLBConfig
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.expert_placement import Placement, balance, count_rows
 from serve_llm.kernels.cpu import library
@@ -39,6 +42,7 @@ class ExpertBalancer:
         variant = library.find_variant() if device.type == "cpu" else None  # determines the order of packed weights
         self._layers = [_MovableExperts(dispatch, variant, device) for dispatch in dispatches]
         self._waiting: deque[_MovableExperts] = deque()  # to be rebalanced, one before each step
+        self.stats: EPLBStats | None = None  # what this rank has done; replaced after each placement
 
     def begin_step(self) -> None:
         """Call before each step, including steps without tokens."""
@@ -47,6 +51,7 @@ class ExpertBalancer:
             self._waiting.extend(self._layers)
         if self._waiting:
             self._waiting.popleft().rebalance()
+            self.stats = reduce(EPLBStats.add, [layer.stats for layer in self._layers])
 
 
 class _Layout(NamedTuple):
@@ -84,6 +89,7 @@ class _MovableExperts:
         self._slots = [[tensor.view(-1).view(torch.uint8) for tensor in held.tensors] for held in experts]
         self._num_bytes = max((layout.num_bytes for layout in layouts), default=0)
         dispatch.num_rows = torch.zeros(len(dispatch.span), dtype=torch.int64)
+        self.stats = EPLBStats()
 
     def rebalance(self) -> None:
         """Place the experts according to their rows since the last call."""
@@ -93,14 +99,21 @@ class _MovableExperts:
         dispatch.num_rows.zero_()
         before = dispatch.placement
         after = balance(before, rows, dispatch.span.start)
+        loads = [count_rows(placement, rows, dispatch.span.start) for placement in (before, after)]
+        if any(rows):
+            self._count_rows(*loads)
         if after == before:
             return
         moves = _plan_moves(before, after)
         self._move(moves)
         dispatch.place(after)
         num_moved = sum(len(pairs) for line in moves for pairs in line)
-        loads = [count_rows(placement, rows, dispatch.span.start) for placement in (before, after)]
         logger.debug("Rows of each rank: %s before, %s after moving %d experts", *loads, num_moved)
+
+    def _count_rows(self, before: Sequence[float], after: Sequence[float]) -> None:
+        """Note how even the rows of the ranks were, and would have been in the new placement."""
+        mean = sum(before) / len(before)
+        self.stats = replace(self.stats, mean_rows=mean, busiest_rows=max(before), busiest_rows_after=max(after))
 
     def _move(self, moves: Moves) -> None:
         """Copy weights from the ranks that hold them to the slots that need them. moves: see `_plan_moves`."""
@@ -115,6 +128,8 @@ class _MovableExperts:
         for target, data in zip(targets, received, strict=True):
             for part, tensor in self._split(data, target):
                 tensor.copy_(part)
+        stats = EPLBStats(num_placements=1, num_moved=len(targets), moved_bytes=received.nbytes)
+        self.stats = self.stats.add(stats)
 
     def _split(self, data: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
         """The parts of `data`, (bytes of an expert,) uint8, each beside the tensor of the slot to which it belongs."""

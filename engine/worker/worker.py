@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from serve_llm.common.errors import CapacityError, EngineError
 from serve_llm.common.progress import ProgressLog
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.lora import AllocateSlots, LoRALayers, LoRALinear, UnfusedLoRA
@@ -128,6 +129,11 @@ class Worker:
     def host_memory(self) -> HostMemory | None:
         """The shared memory of the slots; None if there are none, or if the rank holds no KV."""
         return None if self._host_blocks is None else self._host_blocks.description
+
+    @property
+    def eplb_stats(self) -> EPLBStats | None:
+        """Of this rank; another object after each placement of experts. None before the first."""
+        return None if self._balancer is None else self._balancer.stats
 
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
         """Move experts, make the copies of a step, and start it; see `Runner.start`."""

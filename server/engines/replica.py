@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from serve_llm.common.types import ModelInfo, OffloadStats, Output, Request, Stats
+from serve_llm.common.types import EPLBStats, ModelInfo, OffloadStats, Output, Request, Stats
 from serve_llm.server.metrics.meter import Meter
 
 Sink = Callable[[Output], None]
@@ -84,6 +84,7 @@ class Replica:
             ],
             offload_memory=_add_offload(past.offload_memory, now.offload_memory),
             offload_disk=_add_offload(past.offload_disk, now.offload_disk),
+            eplb=_add_eplb(past.eplb, now.eplb),
         )
 
     def mark_lost(self) -> None:
@@ -93,7 +94,13 @@ class Replica:
                 tier.num_blocks = 0
                 tier.num_bytes = 0
         self._past = msgspec.structs.replace(
-            stats, num_running=0, num_waiting=0, num_deferred=0, kv_cache_usage=0.0, step_tokens=0
+            stats,
+            num_running=0,
+            num_waiting=0,
+            num_deferred=0,
+            kv_cache_usage=0.0,
+            step_tokens=0,
+            eplb=None if stats.eplb is None else stats.eplb.without_rows(),
         )
         self.is_lost = True
 
@@ -113,3 +120,7 @@ class Replica:
 
 def _add_offload(past: OffloadStats | None, now: OffloadStats | None) -> OffloadStats | None:
     return past if now is None else now.add(past or OffloadStats())
+
+
+def _add_eplb(past: EPLBStats | None, now: EPLBStats | None) -> EPLBStats | None:
+    return past if now is None else now.add_counters(past or EPLBStats())

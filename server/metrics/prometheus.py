@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from serve_llm.common.options.schema import Options
-from serve_llm.common.types import ModelInfo, OffloadStats, Stats
+from serve_llm.common.types import EPLBStats, ModelInfo, OffloadStats, Stats
 from serve_llm.server.metrics.histogram import Histogram
 from serve_llm.server.metrics.meter import MeasuredEngine, MeasuredEngines, Meter, ServerCounts
 from serve_llm.server.metrics.usage import UsageMeter, UsageTotals
@@ -58,6 +58,7 @@ class EngineCollector(Collector):
         )
         for name, text, kind, value in _OFFLOAD:
             yield self._by_tier(kind, name, text, value)
+        yield self._balancedness()
         yield from self._collect_server_counts(self._counts)
         yield from self._collect_usage(self._replicas.usage)
         for name, text, histogram in _HISTOGRAMS:
@@ -170,6 +171,16 @@ class EngineCollector(Collector):
                 family.add_metric([*labels, tier], value(stats or OffloadStats()))
         return family
 
+    def _balancedness(self) -> Metric:
+        """Mean rows of a rank divided by those of the busiest one."""
+        name = self._prefix + "eplb_balancedness"
+        family = GaugeMetricFamily(name, "Evenness of the ranks' tokens.", labels=[*LABELS, "placement"])
+        for labels, engine in self._labelled_engines():
+            eplb = engine.stats.eplb or NO_EPLB
+            for placement, busiest in (("before", eplb.busiest_rows), ("after", eplb.busiest_rows_after)):
+                family.add_metric([*labels, placement], eplb.mean_rows / busiest if busiest else 0.0)
+        return family
+
     def _build_server_metric(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, value: int
     ) -> Metric:
@@ -216,6 +227,7 @@ class EngineCollector(Collector):
 
 
 LABELS = ("model_name", "engine")
+NO_EPLB = EPLBStats()
 _GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("num_requests_running", "Requests being computed.", lambda stats, _: stats.num_running),
     ("num_requests_waiting", "Requests waiting in the engine.", lambda stats, _: stats.num_waiting),
@@ -228,6 +240,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found.", lambda stats, _: stats.prefix_cache_hits),
     ("num_preemptions", "Requests put back to waiting.", lambda stats, _: stats.num_preemptions),
     ("forced_tokens", "Tokens that grammars forced.", lambda stats, _: stats.num_forced_tokens),
+    ("eplb_placements", "Times that a layer's experts moved.", lambda stats, _: (stats.eplb or NO_EPLB).num_placements),
+    ("eplb_moved_experts", "Experts received.", lambda stats, _: (stats.eplb or NO_EPLB).num_moved),
+    ("eplb_moved_bytes", "Bytes of their weights.", lambda stats, _: (stats.eplb or NO_EPLB).moved_bytes),
     ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
     ("replayed_tokens", "Tokens computed again for them.", lambda _, meter: meter.replayed_tokens),
 )

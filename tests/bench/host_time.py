@@ -128,6 +128,8 @@ class PlayedSampling:
 class PlayedWorker:
     """The worker of an engine in one process. What it would exchange with one in another process is encoded as well."""
 
+    eplb_stats = None
+
     def __init__(self, runner: Runner, watch: Stopwatch) -> None:
         self.runner = runner
         encoder = msgspec.msgpack.Encoder()

@@ -14,6 +14,7 @@ import pytest
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.types import Request
+from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.model.expert_placement import Placement, balance
 from serve_llm.engine.worker import expert_balancer
 from serve_llm.kernels.cpu import library
@@ -98,17 +99,32 @@ class Moves:
     """Balances rows of which rank 0's experts without copies have most, so that some move however steps fall."""
 
     def __init__(self) -> None:
-        self.num_rows = 0  # that the ranks counted
-        self.num_moved = 0  # slots that were given another expert
+        self.num_rows: list[int] = []  # that the ranks counted
+        self.num_moved: list[int] = []  # slots that were given another expert; the ranks of a group find the same
 
     def balance(self, placement: Placement, rows: Sequence[int], first: int) -> Placement:
-        self.num_rows += sum(rows)
+        self.num_rows.append(sum(rows))
         once = [expert for expert, copies in Counter(chain(*placement)).items() if copies == 1]
         busy = {expert - first for expert in placement[0] if expert in once}
         skewed = [100 if index in busy else 1 for index in range(len(rows))]
         after = balance(placement, skewed, first)
-        self.num_moved += sum(old != new for old, new in zip(chain(*placement), chain(*after), strict=True))
+        self.num_moved.append(sum(old != new for old, new in zip(chain(*placement), chain(*after), strict=True)))
         return after
+
+    def check(self, engines: Sequence[EngineCore]) -> None:
+        """Experts moved, and the engines' stats say how many."""
+        assert sum(self.num_rows) > 0
+        stats = [engine._executor.eplb_stats for engine in engines]
+        placements = [1 for number in self.num_moved if number]
+        assert placements
+        assert [one.num_placements * len(engines) for one in stats] == [len(placements)] * len(engines)
+        assert sum(one.num_moved for one in stats) * len(engines) == sum(self.num_moved)
+        sizes = {one.moved_bytes / one.num_moved for one in stats if one.num_moved}
+        assert len(sizes) == 1 and min(sizes) > 0
+        rows = {(one.mean_rows, one.busiest_rows, one.busiest_rows_after) for one in stats}
+        assert len(rows) == 1, "all engines know the rows of all ranks"
+        mean, busiest, busiest_after = rows.pop()
+        assert 0 < mean <= min(busiest, busiest_after)
 
 
 @pytest.fixture
@@ -142,8 +158,7 @@ def test_experts_that_move(
     shares = [requests(range(index, 5, engines)) for index in range(engines)]
     for found in generate_together(made, shares):
         same(found, expected)
-    assert moves.num_rows > 0
-    assert moves.num_moved > 0
+    moves.check(made)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +171,7 @@ def test_experts_that_move_in_other_forms(how: dict[str, str], tmp_path: Path, m
     made = make_engines(directory, tmp_path, 2, block_size=8, **how, **eplb(2))
     for found in generate_together(made, [requests(range(3)), requests(range(3, 5))]):
         same(found, expected)
-    assert moves.num_rows > 0
-    assert moves.num_moved > 0
+    moves.check(made)
 
 
 def test_experts_that_move_beside_drafts_and_offloaded_blocks(tmp_path: Path, moves: Moves) -> None:
@@ -168,8 +182,7 @@ def test_experts_that_move_beside_drafts_and_offloaded_blocks(tmp_path: Path, mo
     made = make_engines(directory, tmp_path, 2, block_size=8, **more, **eplb(2))
     for found in generate_together(made, [requests(range(3)), requests(range(3, 5))]):
         same(found, expected)
-    assert moves.num_rows > 0
-    assert moves.num_moved > 0
+    moves.check(made)
 
 
 def test_too_many_redundant_experts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from functools import reduce
 from queue import Queue
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor
 from serve_llm.engine.model.shard import Shard, build_shard
@@ -186,6 +188,11 @@ class ThreadExecutor(Executor):
         for shard, worker, inbox in zip(ranks.shards, self.workers, self._inboxes, strict=True):
             threading.Thread(target=_serve, args=(shard, worker, inbox, ranks), daemon=True).start()
         self.close = weakref.finalize(self, _end, self._inboxes)
+
+    @property
+    def eplb_stats(self) -> EPLBStats | None:
+        stats = [worker.eplb_stats for worker in self.workers if worker.eplb_stats is not None]
+        return reduce(EPLBStats.add, stats) if stats else None
 
     def check(self) -> None:
         """A failure is reported in the next step."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from serve_llm.common import messages
-from serve_llm.common.types import FinishReason, Request, Sampling
+from serve_llm.common.types import EPLBStats, FinishReason, Request, Sampling
 from serve_llm.engine.distributed.executor import Executor
 from serve_llm.engine.loop import WAITS_BEFORE_IDLE_WORK, EngineCore, run
 from serve_llm.engine.scheduler.output import RunnerOutput
@@ -114,6 +114,32 @@ def test_an_abort_of_the_only_request_is_followed_by_a_step_with_gauges_at_zero(
     run(EngineCore(CONFIG, CountingExecutor(1)), channel)
     assert channel.sent[-1].outputs == []
     assert channel.sent[-1].stats.num_running == 0 and channel.sent[-1].stats.kv_cache_usage == 0.0
+
+
+class PlacingExecutor(CountingExecutor):
+    """Runs two steps for another engine, and places experts before the second."""
+
+    placed: EPLBStats | None = None
+
+    @property
+    def eplb_stats(self) -> EPLBStats | None:
+        return self.placed
+
+    def must_step(self) -> bool:
+        return self.steps < 2
+
+    def execute(self, batch, masks=None):
+        if self.steps == 1:
+            self.placed = EPLBStats(1, 2, 3)
+        return super().execute(batch, masks)
+
+
+def test_an_engine_without_requests_reports_that_it_has_placed_experts() -> None:
+    channel = ScriptedChannel([])
+    executor = PlacingExecutor(1)
+    run(EngineCore(CONFIG, executor), channel)
+    assert executor.steps == 2
+    assert [step.stats.eplb for step in channel.sent] == [EPLBStats(1, 2, 3)]
 
 
 def test_a_workers_exception_ends_the_loop() -> None:

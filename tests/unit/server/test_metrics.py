@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_llm.common.types import Adapter, FinishReason, OffloadStats, Request, Sampling, Stats
+from serve_llm.common.types import Adapter, EPLBStats, FinishReason, OffloadStats, Request, Sampling, Stats
 from serve_llm.server.metrics.histogram import Histogram
 from serve_llm.server.metrics.meter import ChoiceTimes, Clock, Meter
 from serve_llm.server.metrics.usage import MAX_LABELS, OTHERS, UsageMeter
@@ -47,6 +47,10 @@ NAMES = {
     "kv_offload_evicted": "counter",
     "kv_offload_corrupt": "counter",
     "kv_offload_errors": "counter",
+    "eplb_placements": "counter",
+    "eplb_moved_experts": "counter",
+    "eplb_moved_bytes": "counter",
+    "eplb_balancedness": "gauge",
     "replayed_requests": "counter",
     "replayed_tokens": "counter",
     "restarts": "counter",
@@ -227,6 +231,19 @@ def test_offloaded_blocks_by_tier(served: Served) -> None:
         assert re.search(rf'^serve_llm_kv_offload_{name}{{.*tier="{tier}".*}} {float(value)}$', text, re.MULTILINE)
 
 
+def test_the_expert_load_balancer(served: Served) -> None:
+    served.engine.stats = Stats(eplb=EPLBStats(3, 7, 7000, mean_rows=60.0, busiest_rows=120.0, busiest_rows_after=80.0))
+    found = dict(re.findall(r"^serve_llm_eplb_(\w+{.*}) (\S+)$", served.get("/metrics").content.decode(), re.MULTILINE))
+    labels = f'engine="0",model_name="{served.model.names[0]}"'
+    assert found == {
+        f"placements_total{{{labels}}}": "3.0",
+        f"moved_experts_total{{{labels}}}": "7.0",
+        f"moved_bytes_total{{{labels}}}": "7000.0",
+        f'balancedness{{{labels},placement="before"}}': "0.5",
+        f'balancedness{{{labels},placement="after"}}': "0.75",
+    }
+
+
 def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve) -> None:
     served = serve(num_engines=2)
     usages = [served.complete(prompt=["a", "b", "c"], n=2, max_tokens=5).json()["usage"] for _ in range(3)]
@@ -237,7 +254,7 @@ def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve
         for sample in family.samples:
             if "engine" in sample.labels and sample.labels.get("le", "+Inf") == "+Inf":
                 name = sample.name.removeprefix("serve_llm_") + sample.labels.get("finished_reason", "")
-                for label in ("reason", "tier", "source", "position"):
+                for label in ("reason", "tier", "source", "position", "placement"):
                     name += sample.labels.get(label, "")
                 samples.setdefault(name, []).append(sample.value)
                 assert sample.labels["engine"] == str(len(samples[name]) - 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from serve_llm.common.types import Output, Request, Sampling
+from serve_llm.common.types import EPLBStats, Output, Request, Sampling, Stats
+from serve_llm.server.engines.replica import Replica
 from serve_llm.server.engines.replicas import Replicas
 from support.asgi import Call
 from support.fakes import ScriptedEngine, facts
@@ -194,6 +195,19 @@ def test_requests_of_a_removed_engine_continue_elsewhere() -> None:
         assert len(both[0].open) == 4
 
     asyncio.run(run())
+
+
+def test_counters_of_the_expert_load_balancer_outlive_a_process() -> None:
+    first, second = ScriptedEngine(lambda request: [5]), ScriptedEngine(lambda request: [5])
+    replica = Replica(first.meter, first)
+    assert replica.stats.eplb is None
+    first.stats = Stats(eplb=EPLBStats(2, 4, 400, 5.0, 8.0, 6.0))
+    replica.mark_lost()
+    assert replica.stats.eplb == EPLBStats(2, 4, 400)
+    replica.replace(second)
+    assert replica.stats.eplb == EPLBStats(2, 4, 400)
+    second.stats = Stats(eplb=EPLBStats(1, 3, 300, 5.0, 8.0, 6.0))
+    assert replica.stats.eplb == EPLBStats(3, 7, 700, 5.0, 8.0, 6.0)
 
 
 def keep_in(ids: list[int]) -> Callable[[Output], None]:

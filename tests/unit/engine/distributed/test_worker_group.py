@@ -12,6 +12,7 @@ import zmq
 from serve_llm.common.curve_zmq import CurveClient, Endpoint
 from serve_llm.common.errors import EngineError, HostLost, ModelError, RankFailed, ServeError
 from serve_llm.common.messages import Failed
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed import worker_group as worker_group_module
 from serve_llm.engine.distributed.messages import AllocateCache, GroupsReady, LoadDone
@@ -96,6 +97,20 @@ def test_one_message_from_each_in_rank_order_also_when_some_are_ahead(ranks: Ran
     for rank in range(2):
         worker_group.send(rank, AllocateCache(10 + rank))
         assert ranks.hear(rank) == AllocateCache(10 + rank)
+
+
+def test_stats_of_the_expert_load_balancer_are_summed_over_the_ranks(ranks: Ranks) -> None:
+    worker_group = hello(ranks)
+    assert worker_group.eplb_stats is None
+    for rank, stats in ((0, EPLBStats(1, 2, 200, 5.0, 8.0, 6.0)), (1, EPLBStats(1, 1, 100, 4.0, 4.0, 4.0))):
+        ranks.say(rank, messages.ExpertsPlaced(stats))
+        ranks.say(rank, GroupsReady())
+    worker_group.gather(GroupsReady, LIMIT)
+    assert worker_group.eplb_stats == EPLBStats(2, 3, 300, 9.0, 12.0, 10.0)
+    ranks.say(0, messages.ExpertsPlaced(EPLBStats(2, 4, 400, 6.0, 6.0, 6.0)))  # takes the place of its last one
+    ranks.say(0, LoadDone(10, 8, THREADS))
+    worker_group.gather(LoadDone, LIMIT, [0])
+    assert worker_group.eplb_stats == EPLBStats(3, 5, 500, 10.0, 10.0, 10.0)
 
 
 def test_once_all_are_connected_the_socket_has_no_name(ranks: Ranks) -> None:

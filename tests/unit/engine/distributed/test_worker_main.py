@@ -11,6 +11,7 @@ import pytest
 
 from serve_llm.common.curve_zmq import Endpoint
 from serve_llm.common.errors import EngineError
+from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed import messages, worker_main
 from serve_llm.engine.distributed.step_channels import SocketSource, SocketSteps
 from serve_llm.engine.parallel.shm import ChannelClosed
@@ -18,6 +19,10 @@ from serve_llm.engine.scheduler.output import RunnerOutput, ScheduledTokens, Sch
 from serve_llm.engine.worker.pending_step import PendingStep
 
 LIMIT = 60.0
+
+
+def report_nothing(stats: EPLBStats) -> None:
+    pytest.fail(f"no experts were placed, but reported: {stats}")
 
 
 def test_it_says_that_it_lives_and_ends_with_the_engine() -> None:
@@ -48,6 +53,8 @@ class Script:
         self.log: list[str] = []
         self.looks = self.begun = self.answered = 0
         self.done_at: list[int] = []
+        self.eplb_stats: EPLBStats | None = None
+        self.places_at: set[int] = set()  # steps before which experts are placed
 
     @property
     def ready(self) -> bool:
@@ -71,6 +78,8 @@ class Script:
         number = scheduler_output.scheduled[0].start
         self.log.append(f"begin {number}")
         self.begun += 1
+        if number in self.places_at:
+            self.eplb_stats = EPLBStats(num_placements=number)
         self.done_at.append(self.looks + self.seconds)
         return PendingStep(lambda: self.looks >= self.done_at[number], lambda: [RunnerOutput(token_id=number)])
 
@@ -86,19 +95,30 @@ class Script:
 def test_the_next_step_is_begun_as_soon_as_it_is_there(coming: list[int], seconds: int, log: str) -> None:
     script = Script(coming, seconds)
     with pytest.raises(ChannelClosed):
-        worker_main.run_steps(script, script, answers=True)  # type: ignore[arg-type]
+        worker_main.run_steps(script, script, answers=True, report=report_nothing)  # type: ignore[arg-type]
     assert ", ".join(script.log) == log
 
 
 def test_a_rank_without_answers_waits_for_steps_alone() -> None:
     script = Script([0, 0], seconds=10**9)
     with pytest.raises(ChannelClosed):
-        worker_main.run_steps(script, script, answers=False)  # type: ignore[arg-type]
+        worker_main.run_steps(script, script, answers=False, report=report_nothing)  # type: ignore[arg-type]
     assert script.log == ["begin 0", "begin 1"]
+
+
+def test_placements_of_experts_are_reported_once_each() -> None:
+    script = Script([0] * 6, seconds=0)
+    script.places_at = {1, 2, 4}
+    reported: list[EPLBStats] = []
+    with pytest.raises(ChannelClosed):
+        worker_main.run_steps(script, script, answers=True, report=reported.append)  # type: ignore[arg-type]
+    assert [stats.num_placements for stats in reported] == [1, 2, 4]
 
 
 class TwoAtATime:
     """A worker whose first step ends when the second has been begun; there is no third."""
+
+    eplb_stats = None
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -119,7 +139,7 @@ def test_a_rank_on_another_host_begins_the_next_step_while_one_is_computed() -> 
         source = SocketSource(steps.url, "secret", 3)
         assert not source.ready
         try:
-            worker_main.run_steps(TwoAtATime(), source, answers=True)  # type: ignore[arg-type]
+            worker_main.run_steps(TwoAtATime(), source, answers=True, report=report_nothing)  # type: ignore[arg-type]
         except ChannelClosed:
             return True
         finally:
