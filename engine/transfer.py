@@ -14,20 +14,34 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PendingCopy:
-    """A copy to the host, in progress."""
+class PendingWork:
+    """Work on the device, in progress."""
 
-    tensor: Tensor
-    event: torch.cuda.Event | None
+    event: torch.cuda.Event | None  # None if it is done
 
     @property
     def is_ready(self) -> bool:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
-    def wait(self) -> Tensor:
-        """Wait for the copy and return the values."""
+    def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
+
+
+@dataclass(frozen=True)
+class PendingCopy:
+    """A copy to the host, in progress."""
+
+    tensor: Tensor
+    work: PendingWork
+
+    @property
+    def is_ready(self) -> bool:
+        return self.work.is_ready
+
+    def wait(self) -> Tensor:
+        """Wait for the copy and return the values."""
+        self.work.wait()
         return self.tensor
 
 
@@ -56,9 +70,15 @@ class DeviceCopier:
     def to_host(self, tensor: Tensor) -> PendingCopy:
         """Start a copy after all work launched so far. Later changes to the tensor do not affect it."""
         if self.device.type == "cpu":
-            return PendingCopy(tensor.clone(), None)
+            return PendingCopy(tensor.clone(), self.record())
         target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         target.copy_(tensor, non_blocking=True)
+        return PendingCopy(target, self.record())
+
+    def record(self) -> PendingWork:
+        """All work launched so far."""
+        if self.device.type == "cpu":
+            return PendingWork(None)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return PendingCopy(target, event)
+        return PendingWork(event)

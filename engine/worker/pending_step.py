@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.scheduler.output import RunnerOutput
+from serve_llm.engine.transfer import PendingWork
 
 NOT_FINITE_VECTOR = "the vector that the model computed is not finite"
 
@@ -21,6 +22,18 @@ class PendingStep(NamedTuple):
 
 
 NO_RESULTS = PendingStep(lambda: True, list)
+
+
+def finish_after(work: PendingWork, results: list[RunnerOutput]) -> PendingStep:
+    """A step that samples nothing. It has results once its work on the device is done, because its blocks may then be
+    copied and filled by another stream (`HostBlocks.copy`), and so that the host does not start all steps of a long
+    prompt at once."""
+
+    def finish() -> list[RunnerOutput]:
+        work.wait()
+        return results
+
+    return PendingStep(lambda: work.is_ready, finish)
 
 
 def add_vectors(pending: PendingStep, vectors: Mapping[int, Tensor]) -> PendingStep:

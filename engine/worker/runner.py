@@ -32,7 +32,7 @@ from serve_llm.engine.worker import oom
 from serve_llm.engine.worker.graphs import Capture, CudaCapture, StepGraphs
 from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTokenIds
 from serve_llm.engine.worker.kv_cache import CacheLayout
-from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors
+from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors, finish_after
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_tokens, apply_masks, find_sampled_rows
 
@@ -159,7 +159,7 @@ class Runner:
             logits = self._compute_sampled_logits(scheduled, starts, hidden, adapter_slots)
             pending = self._sample(scheduled, logits, self._receive_masks(scheduler_output, masks), results)
         elif self._shard.is_output:
-            pending = PendingStep(lambda: True, lambda: results)
+            pending = finish_after(self._copier.record(), results)
         else:
             pending = NO_RESULTS
         return add_hidden_states(add_vectors(pending, vectors), collected, inputs.query_starts)

@@ -4,8 +4,8 @@
 
 Run it again until it says that all parts are done. Each part is a process of its own, with a limit, so that one that
 fails leaves the others their turn; a part is begun only if its limit fits into the time that is left.
-tests/gpu/results.json keeps what the parts found. A run takes the parts that never ran, in order of worth, then those
-that failed; or those that --parts names. `python tests/gpu/figures.py` writes the results into docs/gpu.md.
+tests/gpu/results.json keeps what the parts found. A run takes the parts that never ran on this card, in order of worth,
+then those that failed; or those that --parts names. `python tests/gpu/figures.py` writes the results into docs/gpu.md.
 
 It needs torch, Triton, transformers, tokenizers and safetensors in the Python that runs it, and wheels of what else is
 missing (`python3 tests/gpu/wheels.py` on a machine with a package index puts them into .whl/, which travels with the
@@ -72,7 +72,7 @@ SECONDS = {  # each part's limit, in order of worth
 # These measure nothing, and compilers take most of their time.
 AT_ONCE = {"kernels", "attention_kernels", "engine", "ranks"}
 TOTAL_SECONDS = 475  # of a run, unless --seconds says otherwise
-REHEARSAL = 4  # times as long, without a GPU and beside other work
+REHEARSAL = 6  # times as long, without a GPU and beside other work
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -192,23 +192,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of this run (default: %(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="tiny models, no GPU")
     given = parser.parse_args()
-    earlier = [] if given.rehearse else read_runs(RESULTS)
-    if given.parts:
-        names = given.parts.split(",")
-    else:
-        names = unfinished(SECONDS, newest_attempts(earlier))
-    if unknown := [name for name in names if name not in SECONDS]:
-        parser.error(f"--parts: no part is called {unknown[0]}")
     try:
         card, driver = ("rehearsal", "none") if given.rehearse else read_card()
     except LookupError as error:
         parser.error(str(error))
+    earlier = [] if given.rehearse else read_runs(RESULTS)
+    same_card = [run for run in earlier if run.card == card]
+    names = given.parts.split(",") if given.parts else unfinished(SECONDS, newest_attempts(same_card))
+    if unknown := [name for name in names if name not in SECONDS]:
+        parser.error(f"--parts: no part is called {unknown[0]}")
     command = "check.py" + " --rehearse" * given.rehearse + (f" --parts {given.parts}" if given.parts else "")
     this = Run(datetime.now(UTC).isoformat(timespec="milliseconds"), card, driver, command)
     perform(given, names, earlier, this)
     print(table(this.rows))
     print(json.dumps({"command": this.command, "rows": [row.plain() for row in this.rows]}))
-    left = unfinished(SECONDS, newest_attempts([*earlier, this]))
+    left = unfinished(SECONDS, newest_attempts([*same_card, this]))
     if left and not given.parts:
         print(f"Not done yet: {', '.join(left)}. Run the same command again.", file=sys.stderr)
     elif not left:

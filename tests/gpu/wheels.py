@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 # What the machine has: torch's, transformers' and accelerate's needs come with them.
 PRESENT = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub")
-# And what these need. fastapi brings pydantic.
+# And what these need, in the versions that pyproject.toml asks for. fastapi brings pydantic.
 PACKAGES = (
     "pyzmq",
     "msgspec",
@@ -32,8 +35,21 @@ PACKAGES = (
 )
 # vLLM's wheel has FlashAttention-3 with paging, in a library that takes any recent torch. Only that file is carried.
 FLASH_WHEEL, FLASH_LIBRARY = "vllm==0.33.0", "_vllm_fa3_C.abi3.so"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+# pip takes only wheels with exactly these tags. glibc 2.31 is that of Ubuntu 20.04; llguidance needs it.
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(31, 16, -1)), "manylinux2014_x86_64")
 MOST_BYTES = 60 << 20  # of the tree and the wheels
+
+
+def requirements() -> list[str]:
+    """PACKAGES with the bounds of pyproject.toml. Raises KeyError for one that it does not name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {}
+    for text in [*project["optional-dependencies"]["dev"], *project["dependencies"]]:
+        requirement, _, _ = text.partition(";")
+        name = re.match(r"[\w.-]+", requirement)
+        if name:
+            named[name[0]] = requirement.strip()
+    return [named[name] for name in PACKAGES]
 
 
 def fetch(folder: Path) -> None:
@@ -44,7 +60,7 @@ def fetch(folder: Path) -> None:
     where = [word for platform in PLATFORMS for word in ("--platform", platform)]
     python = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *python, *where]
-    subprocess.run([*command, "--dest", str(folder), *PACKAGES], check=True)
+    subprocess.run([*command, "--dest", str(folder), *requirements()], check=True)
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run([*command, "--dest", temporary, "--no-deps", FLASH_WHEEL], check=True)
         (whole,) = Path(temporary).glob("*.whl")
@@ -81,9 +97,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    root = Path(__file__).resolve().parents[2]
-    fetch(root / ".whl")
-    size = sum(path.stat().st_size for path in (root / ".whl").glob("*.whl"))
-    print(f"{size / 2**20:.1f} MiB of wheels in {root / '.whl'}")
-    if size + tree_bytes(root) > MOST_BYTES:
+    fetch(ROOT / ".whl")
+    size = sum(path.stat().st_size for path in (ROOT / ".whl").glob("*.whl"))
+    print(f"{size / 2**20:.1f} MiB of wheels in {ROOT / '.whl'}")
+    if size + tree_bytes(ROOT) > MOST_BYTES:
         raise SystemExit(f"the tree and the wheels are more than {MOST_BYTES >> 20} MiB")

@@ -27,6 +27,7 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.sampling import choose
+from serve_llm.engine.transfer import PendingWork
 from serve_llm.engine.weights import load
 from serve_llm.engine.worker import runner, worker
 from serve_llm.engine.worker.graphs import Captured
@@ -116,6 +117,9 @@ class MetaTransfer:
         assert tensor.device == META and tensor.is_contiguous(), "a copy that is not one of bytes waits"
         with self.watch.copying():
             return Arrived(torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+    def record(self) -> PendingWork:
+        return PendingWork(None)
 
 
 def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[EngineCore, Watch]:

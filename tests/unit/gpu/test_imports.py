@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -125,3 +126,24 @@ def test_a_package_that_is_not_brought_is_missed(tmp_path: Path) -> None:
     allowed = import_names(with_needs([*wheels.PRESENT, *wheels.PACKAGES]))
     _, failed = import_all(tmp_path, allowed - {"uvloop"}, ["bench.load", "bench.roofline"])
     assert list(failed) == ["bench.load"] and "uvloop" in failed["bench.load"]
+
+
+def test_wheels_are_fetched_in_the_versions_that_the_product_asks_for() -> None:
+    found = {Requirement(text).name: Requirement(text).specifier for text in wheels.requirements()}
+    assert list(found) == list(wheels.PACKAGES)
+    for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        requirement = Requirement(text)
+        assert found.get(requirement.name, requirement.specifier) == requirement.specifier
+    assert all(found.values()), "every package has a lower bound"
+
+
+def test_wheels_of_packages_that_are_installed_here_would_be_found() -> None:
+    """pip takes only wheels with the tags that it is told."""
+    told = {*wheels.PLATFORMS, "any"}
+    for name in wheels.PACKAGES:
+        lines = (importlib.metadata.distribution(name).read_text("WHEEL") or "").splitlines()
+        platforms = {word for line in lines if line.startswith("Tag:") for word in line.rsplit("-", 1)[1].split(".")}
+        assert platforms & told or not any("manylinux" in one and "x86_64" in one for one in platforms), (
+            name,
+            platforms,
+        )

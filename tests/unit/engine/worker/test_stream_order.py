@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.transfer import DeviceCopier
+from serve_llm.engine.scheduler.output import RunnerOutput
+from serve_llm.engine.transfer import DeviceCopier, PendingWork
 from serve_llm.engine.worker.graphs import CudaCapture
+from serve_llm.engine.worker.pending_step import finish_after
+from support.engine import generate, greedy, make_engine
+from support.tiny import make_checkpoint
 
 DEVICE = torch.device("meta")  # any that is no CPU
 
@@ -90,9 +95,40 @@ def test_a_copy_to_the_host_ends_with_its_event(notes: list[str]) -> None:
     assert notes == ["empty, pinned", "copy_", "event recorded"]
     assert not arriving.is_ready
     assert arriving.wait().tolist() == [0, 1, 2, 3, 4] and notes[-1] == "waited for the event"
-    assert isinstance(arriving.event, Event)
-    arriving.event.happened = True
+    assert isinstance(arriving.work.event, Event)
+    arriving.work.event.happened = True
     assert arriving.is_ready
+
+
+def test_a_step_without_samples_ends_with_the_work_on_the_device(notes: list[str]) -> None:
+    work = DeviceCopier(DEVICE).record()
+    results = [RunnerOutput()]
+    step = finish_after(work, results)
+    assert notes == ["event recorded"] and not step.is_ready()
+    assert step.finish() is results and notes[-1] == "waited for the event"
+    assert isinstance(work.event, Event)
+    work.event.happened = True
+    assert step.is_ready()
+
+
+def test_each_chunk_of_a_prompt_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the engine would take blocks that the device is still writing for free ones."""
+    vocab_size = make_checkpoint(tmp_path, "llama")
+    steps: list[str] = []
+    real = DeviceCopier.record
+
+    class Noted(PendingWork):
+        def wait(self) -> None:
+            steps.append("waited for")
+
+    def record(copier: DeviceCopier) -> PendingWork:
+        steps.append("started")
+        return Noted(real(copier).event)
+
+    engine = make_engine(tmp_path, max_num_batched_tokens=16)
+    monkeypatch.setattr(DeviceCopier, "record", record)
+    found = generate(engine, [greedy(0, [token % vocab_size for token in range(40)], 1)])
+    assert len(found[0].token_ids) == 1 and steps == ["started", "waited for"] * 2
 
 
 def test_numbers_for_the_device_go_through_pinned_memory(notes: list[str]) -> None:
