@@ -77,30 +77,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-no-groups": ("llama", {"num_key_value_heads": 6, "num_hidden_layers": 1, "head_dim": 10}),
     "llama-compiled": ("llama", {"head_dim": 16}),  # the other sizes of heads have no compiled attention
     "mistral-compiled": ("mistral", {"head_dim": 24}),
-    "ministral3-beta": (
-        "ministral3",
-        {
-            "rope_parameters": {
-                **ROPE_SCALINGS["yarn"],
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 16,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.5,
-                "llama_4_scaling_beta": 0.2,
-            }
-        },
-    ),
-    "ministral3-no-yarn": (
-        "ministral3",
-        {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 16,
-                "llama_4_scaling_beta": 0.2,
-            }
-        },
-    ),
     "gpt2-compiled": ("gpt2", {"n_embd": 96}),
     "llama4-compiled": ("llama4_text", {"head_dim": 16, "rope": "llama3"}),
     "llama4-plain-biases-tied": (
