@@ -43,7 +43,9 @@ class Lengths:
         return Lengths(self.query_starts, self.context_lens)
 
 
-def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
+def write_cache(
+    key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor, cache_scales: Tensor | None = None
+) -> None:
     """Store the new tokens' keys and values, in place.
 
     key, value: (tokens, kv_heads, head_dim); value is None for a cache of one part, (blocks, 1, ...); see value_dim of
@@ -52,6 +54,8 @@ def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor)
     dimension.
     slots: (tokens,) int64, block * block_size + offset, all different. On a GPU, -1 for a token that is not stored,
     never the first.
+    cache_scales: for a cache in fp8, (parts, kv_heads) float32; keys (the first part) and values are divided by them.
+    None: all are 1.
     """
     block_size = cache.shape[3]
     is_padding = slots < 0 if slots.is_cuda else None
@@ -64,7 +68,8 @@ def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor)
         if cache.dtype == torch.int8:
             rows = cache_int8.quantise(rows)
         elif cache.dtype == cache_fp8.DTYPE:
-            rows = _as_indexable(cache_fp8.quantise(rows))
+            scaled = rows if cache_scales is None else rows / cache_scales[part, :, None]
+            rows = _as_indexable(cache_fp8.quantise(scaled))
         _as_indexable(cache)[blocks, part, :, offsets] = rows
 
 
@@ -81,6 +86,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     value_dim: int | None = None,
+    cache_scales: Tensor | None = None,
     on_device: Lengths | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over their sequences' cached keys and values, including their own.
@@ -101,13 +107,14 @@ def paged_attention(
     value_dim: None for a cache of two parts, keys and values. Otherwise the cache has one part, (blocks, 1, kv_heads,
     block_size, head_dim), and the values are the first value_dim elements of the keys (multi-head latent attention,
     arXiv:2405.04434).
+    cache_scales: as `write_cache` divided the rows of the cache by them.
     on_device: on a GPU, query_starts and context_lens as tensors, which the kernels read. The lists then only bound the
     launch, so that a captured launch serves all shorter lengths: at most as many tokens and sequences, contexts at most
     as long as the longest one, and sequences with several queries only where the lists have some. None on a CPU.
     Returns (tokens, heads, value_dim or head_dim) in the query's dtype.
     """
     length = max(KEY_TILE, cache.shape[3])
-    params = _ScoreParams(length, scale, softcap, sinks, alibi_slopes)
+    params = _ScoreParams(length, scale, softcap, sinks, alibi_slopes, cache_scales)
     output = torch.empty_like(query)
     singles: list[_KeySpan] = []
     for sequence, context_len in enumerate(context_lens):
@@ -137,6 +144,7 @@ class _ScoreParams:
     softcap: float | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None
+    cache_scales: Tensor | None
 
     def compute(self, query: Tensor, keys: Tensor) -> Tensor:
         """query: (matrices, rows, dim), scaled. keys: (matrices, length, dim) -> (matrices, rows, length)."""
@@ -197,6 +205,9 @@ def _attend(spans: list[_KeySpan], query: Tensor, cache: Tensor, block_table: Te
     rows_by_kv_head = query.new_zeros((num_spans, kv_heads, padded_rows, padded_dim), dtype=torch.float32)
     grouped = query.view(num_spans, num_queries, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
     rows_by_kv_head[:, :, :rows, :head_dim].view(grouped.shape).copy_(grouped)
+    scales = params.cache_scales
+    if scales is not None:
+        rows_by_kv_head.mul_(scales[0, :, None, None])
     rows_by_kv_head = rows_by_kv_head.mul_(params.scale).view(matrices, padded_rows, padded_dim)
 
     table = block_table[torch.tensor([span.sequence for span in spans], device=query.device)]
@@ -227,6 +238,8 @@ def _attend(spans: list[_KeySpan], query: Tensor, cache: Tensor, block_table: Te
         result[active] = result[active] * correction + mixed
 
     unfolded = (result / row_sum).view(num_spans, kv_heads, padded_rows, padded_dim)[:, :, :rows, :head_dim]
+    if scales is not None:
+        unfolded = unfolded * scales[-1, :, None, None]
     return unfolded.view(grouped.shape).permute(0, 2, 1, 3, 4).reshape(query.shape).to(query.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Numbers of an fp8 KV cache (float8_e4m3fn), on GPUs: keys and values without a scale, as vLLM stores those of models
-that were not calibrated.
+"""Numbers of an fp8 KV cache (float8_e4m3fn), on GPUs. Keys and values are divided by the scales with which the
+checkpoint was calibrated, by default 1.
 
-A number of magnitude 2**-6 to 448 keeps 4 significant bits, so a scale would not change its error.
+A number of magnitude 2**-6 to 448 keeps 4 significant bits, so a scale does not change its error; larger ones need it.
 """
 
 from __future__ import annotations

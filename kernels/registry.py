@@ -61,8 +61,8 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]
-    rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
-    rope_and_latent: Callable[[Tensor, Tensor, Tensor, float, rope.Angles | None, Tensor, Tensor], Tensor]
+    rope_and_cache: Callable[..., Tensor]
+    rope_and_latent: Callable[..., Tensor]
     gated_delta_rule: Callable[..., Tensor]
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu_tanh_and_mul, ...
     pack: Callable[..., linear.Linear]
@@ -78,6 +78,15 @@ class Kernels:
     lora: LoRAKernels | None = None  # None: adapters are computed with linear layers
     allocate_lora_slots: AllocateLoRASlots | None = None  # None: layers have no slots that hold adapters
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
+
+    def with_cache_scales(self, scales: Tensor) -> Kernels:
+        """The kernels for a layer whose KV cache is in fp8. scales: see `kernels.attention.write_cache`."""
+        return replace(
+            self,
+            paged_attention=partial(self.paged_attention, cache_scales=scales),
+            rope_and_cache=partial(self.rope_and_cache, cache_scales=scales),
+            rope_and_latent=partial(self.rope_and_latent, cache_scales=scales),
+        )
 
 
 PORTABLE = Kernels(

@@ -24,12 +24,18 @@ class HeadNorms(NamedTuple):
 
 
 def rope_and_cache(
-    qkv: Tensor, heads: int, norms: HeadNorms | None, angles: Angles | None, cache: Tensor, slots: Tensor
+    qkv: Tensor,
+    heads: int,
+    norms: HeadNorms | None,
+    angles: Angles | None,
+    cache: Tensor,
+    slots: Tensor,
+    cache_scales: Tensor | None = None,
 ) -> Tensor:
     """Split the joint projection, apply the head norms and rope, if given, and write keys and values to the cache.
 
     qkv: (tokens, (heads + 2 * kv_heads) * head_dim), query heads first, then keys, then values; rows dense. May be
-    overwritten. cache, slots: see `attention.write_cache`. Returns the queries (tokens, heads, head_dim).
+    overwritten. cache, slots, cache_scales: see `attention.write_cache`. Returns the queries (tokens, heads, head_dim).
     """
     kv_heads = cache.shape[2]
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -41,12 +47,19 @@ def rope_and_cache(
         key = rms_norm(key, norms.key, norms.eps)
     if angles is not None:
         query, key = apply_rope(query, key, *angles)
-    write_cache(key, value, cache, slots)
+    write_cache(key, value, cache, slots, cache_scales)
     return query
 
 
 def rope_and_latent(
-    query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: Angles | None, cache: Tensor, slots: Tensor
+    query: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    eps: float,
+    angles: Angles | None,
+    cache: Tensor,
+    slots: Tensor,
+    cache_scales: Tensor | None = None,
 ) -> Tensor:
     """Apply the norm and rope of multi-head latent attention (arXiv:2405.04434) and write one cache row per token.
 
@@ -60,7 +73,7 @@ def rope_and_latent(
     if angles is not None:
         query, key = apply_rope(query, key, *angles)
     row = torch.cat((rms_norm(compressed, norm, eps).unsqueeze(1), key), -1)
-    write_cache(row, None, cache, slots)
+    write_cache(row, None, cache, slots, cache_scales)
     return query
 
 

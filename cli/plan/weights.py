@@ -235,6 +235,8 @@ class _LayerWeights:
                 yield OtherWeight(num_heads * head_dim, attention.qk_norm.float32_weight, in_checkpoint=False)
         if attention.qk_projection_norm is not None:
             yield OtherWeight(q_size + kv_size)
+        if attention.cache_scales and head_share.heads:
+            yield OtherWeight(2 * len(head_share.kv_heads), float32=True)
         if attention.sinks:
             yield OtherWeight(len(head_share.heads), float32=True)
         if attention.alibi_slopes is not None:
@@ -270,6 +272,8 @@ class _LayerWeights:
         down_sizes = {"attention.q": q_size} if q_rank is None else {"attention.q_down": q_rank}
         yield from self._merged({**down_sizes, "attention.kv_down": mla.head_dim}, self.hidden_size, mla.bias)
         yield OtherWeight((q_rank or 0) + mla.kv_lora_rank)  # norms
+        if mla.cache_scales:
+            yield OtherWeight(1, float32=True)
         if q_rank is not None:
             yield self._linear("attention.q_up", q_size, range(q_rank), False)
         for _ in range(heads):

@@ -62,6 +62,21 @@ def _adapt_yarn(config: Config, file: Metadata) -> None:
         config["rope_scaling"] = scaling | {"mscale": scale, "mscale_all_dim": scale}
 
 
+def _adapt_mistral3(config: Config, file: Metadata) -> None:
+    """Ministral 3, and Mistral 3, whose queries are not scaled by their position."""
+    beta = file.take("attention.temperature_scale")
+    magnitude = file.take("rope.scaling.yarn_log_multiplier")
+    scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
+    assert isinstance(scaling, dict)
+    is_yarn = scaling["rope_type"] == "yarn"
+    if beta and not is_yarn:
+        raise file.refuse("attention.temperature_scale", "is not supported without yarn scaling")
+    if is_yarn and magnitude:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": magnitude}
+    if beta:
+        scaling["llama_4_scaling_beta"] = beta
+
+
 def _adapt_glm_moe(config: Config, file: Metadata) -> None:
     if file.take("expert_gating_func") not in (None, SIGMOID):
         raise file.refuse("expert_gating_func", f"is not supported (supported: {SIGMOID})")
@@ -142,6 +157,7 @@ def _integer(value: object) -> int:
 
 ADAPTATIONS: Mapping[str, tuple[Callable[[Config, Metadata], None], ...]] = {
     "deepseek2": (_adapt_deepseek, _adapt_yarn),
+    "mistral3": (_adapt_mistral3,),
     "glm4moe": (_adapt_glm_moe,),
     "llama4": (_adapt_llama4,),
     "granitemoe": (_adapt_granite_moe,),

@@ -96,6 +96,7 @@ ARCHITECTURES = {
     "granite": GGUFArchitecture(
         "GraniteForCausalLM", RMS_NORM | MULTIPLIERS, flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
     ),
+    "mistral3": GGUFArchitecture("Ministral3ForCausalLM"),
     "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", constants={"no_rope_layer_interval": 4}),
     "olmo2": GGUFArchitecture("Olmo2ForCausalLM"),
     "glm4": GGUFArchitecture("Glm4ForCausalLM", flags={"attention_bias": "attn_q.bias"}, has_partial_rotary=True),

@@ -152,7 +152,7 @@ class EngineOptions:
         "auto",
         parse_kv_cache_dtype,
         "data type of the KV cache; auto: the model's; int8: 8 bits and one scale per head and token, which holds "
-        "almost twice as many tokens as bfloat16 (CPU only); fp8: float8_e4m3fn without scales, which holds twice as "
+        "almost twice as many tokens as bfloat16 (CPU only); fp8: float8_e4m3fn, which holds twice as "
         "many (GPUs of compute capability 8.9 and 9.0; on an H200, only its attention kernels have been tried)",
         metavar="auto|int8|fp8",
     )

@@ -177,9 +177,12 @@ def build_attention(
         )
     if not share.heads:
         kind = AttentionWithoutHeads
+    kernels = builder.kernels
+    if spec.cache_scales and share.heads:
+        kernels = kernels.with_cache_scales(build_cache_scales("kv", spec.num_kv_heads, share.kv_heads, builder))
     return kind(
-        kernels=builder.kernels,
-        paged_attention=_with_padding(builder.kernels.paged_attention, len(share.heads), padding),
+        kernels=kernels,
+        paged_attention=_with_padding(kernels.paged_attention, len(share.heads), padding),
         num_heads=len(share.heads),
         scale=spec.scale,
         sliding_window=None if spec.chunked else spec.sliding_window,
@@ -191,6 +194,13 @@ def build_attention(
         alibi_slopes=alibi_slopes,
         **more,
     )
+
+
+def build_cache_scales(kinds: str, num_kv_heads: int, kv_heads: range, builder: ModelBuilder) -> Tensor:
+    """(kinds, own KV heads): see `kernels.attention.write_cache`. kinds: "k" and, unless they are a part of the keys,
+    "v"."""
+    scales = [builder.parameter(f"{kind}_cache_scale", num_kv_heads, part=Part(0, kv_heads)) for kind in kinds]
+    return torch.stack(scales)
 
 
 def elements(heads: range, head_dim: int) -> range:

@@ -46,7 +46,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     default_format = config.text("format")
     config.only("quantization_status", None, "compressed", "frozen")
     config.empty("transform_config")
-    if cache := config.inner("kv_cache_scheme"):  # its rounding of the KV cache is not applied
+    if cache := config.inner("kv_cache_scheme"):  # `cache_scales` reads it where the cache is in fp8
         _ignore_activations("kv_cache_scheme", cache)
     config.ignore("global_compression_ratio", "version")
     if sparsity := config.inner("sparsity_config"):

@@ -252,6 +252,11 @@ class ConfigReader:
             self._objects[key] = ConfigReader(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
         return self._objects[key]
 
+    def mapping(self, key: str) -> Mapping[str, object]:
+        """The object under the key, which `inner` reads too, as it is in the file."""
+        value = self._values.get(key)
+        return value if isinstance(value, Mapping) else {}
+
     def last(self, key: str) -> ConfigReader | None:
         """As `inner`, or of the last object of a list."""
         value = self._values.get(key)

@@ -20,7 +20,7 @@ def read_fp8(config: ConfigReader) -> MarkedModules:
     config.only("fmt", None, "e4m3")
     config.only("expert_dtype", None, "fp8")
     config.empty("modules_to_convert")
-    # How scales were rounded does not matter.
+    # How scales were rounded does not matter, and `cache_scales` reads the last.
     config.ignore("scale_fmt", "dequantize", "kv_cache_scheme")
     unconverted = _read_unconverted(config)
     config.choice("activation_scheme", {"dynamic": "dynamic", "static": "static"}, "dynamic")
@@ -54,7 +54,7 @@ def read_modelopt(config: ConfigReader) -> MarkedModules:
     algorithm = stored.choice("quant_algo", {name: name for name in formats}, "")
     stored.only("group_size", None, 16)
     stored.empty("has_zero_point", "pre_quant_scale", "quantized_layers")
-    stored.ignore("kv_cache_quant_algo", "kv_cache_scheme")  # the KV cache is not rounded as they say
+    stored.ignore("kv_cache_quant_algo", "kv_cache_scheme")  # `cache_scales` reads them
     unconverted = [name for key in ("exclude_modules", "ignore") for name in stored.names(key) or ()]
     patterns = (f"re:{fnmatch.translate(name)}" if "*" in name else name for name in unconverted)
     if stored is not config:

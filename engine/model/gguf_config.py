@@ -32,7 +32,7 @@ FORMS = {
     "MXFP4": MXFP4,
 }
 # Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
-INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
+INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
 NAMES = {  # parameters of a layer -> name after "blk.N."
     "attention_norm": "attn_norm",
     "attention_post_norm": "post_attention_norm",

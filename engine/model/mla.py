@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.attention import elements
+from serve_llm.engine.model.attention import build_cache_scales, elements
 from serve_llm.engine.model.build import Forward, ModelBuilder, Part
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.spec import MLASpec, NormSpec
@@ -93,8 +93,11 @@ def build_latent_attention(
     )
     per_head = kv_up.view(len(heads), kv_size, -1)
     keys, values = per_head.split_with_sizes([spec.qk_nope_head_dim, spec.v_head_dim], 1)
+    kernels = builder.kernels
+    if spec.cache_scales:
+        kernels = kernels.with_cache_scales(build_cache_scales("k", 1, range(1), builder))
     return LatentAttention(
-        kernels=builder.kernels,
+        kernels=kernels,
         num_heads=len(heads),
         spec=spec,
         row_size=spec.head_dim,

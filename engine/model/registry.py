@@ -11,6 +11,7 @@ from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.model import quantization_config
 from serve_llm.engine.model.activation_scales import add_activation_scales
+from serve_llm.engine.model.cache_scales import add_cache_scales, is_calibrated
 from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families import (
@@ -219,6 +220,7 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     if quantized is None:
         return spec, weights
     weights = replace(weights, ignored=(*weights.ignored, *ATTENTION_SCALES))
+    spec = replace(spec, calibrated_cache=is_calibrated(whole.mapping("quantization_config")))
     if any(rule.scales for rule in weights.rules):  # already read by the family
         return replace(spec, grouped=_grouped(lambda rule: MXFP4 if rule.scales else None, spec, weights)), weights
     stored = quantization_config.read_quantization_config(quantized)
@@ -266,6 +268,8 @@ def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
         spec = spec.with_expert_parallel()
         _check_redundant_experts(spec, settings)
     spec = _apply_quantization(spec, settings)
+    if settings.kv_cache_dtype == "fp8" and spec.calibrated_cache:
+        spec = add_cache_scales(spec)
     if settings.device == "cpu":
         return spec.with_packed_tables(rounds=settings.dtype == "bfloat16")
     if spec.grouped is not None:  # GPUs hold embedding and LM head in the model's dtype

@@ -62,6 +62,7 @@ class AttentionSpec:
     sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
     output_gate: bool = False  # each head's output is multiplied by the sigmoid of a projection
     causal: bool = True  # False, in encoders: a query attends to the tokens after it as well; no KV is cached
+    cache_scales: bool = False  # an fp8 KV cache holds keys and values divided by scales, which are parameters
 
     @property
     def cached_head_dim(self) -> int:
@@ -93,6 +94,7 @@ class MLASpec:
     norm_eps: float  # RMS norms of the latent vectors
     rope: RopeSpec | None = None
     bias: bool = False  # the down-projections to latent vectors and the output projection have biases
+    cache_scales: bool = False  # an fp8 KV cache holds rows divided by a scale, which is a parameter
 
     num_kv_heads: ClassVar[int] = 1
     sliding_window: ClassVar[None] = None
@@ -262,6 +264,7 @@ class ModelSpec:
     pooler: PoolerSpec | None = None  # None: the model returns no vectors
     token_types: int = 0  # rows of the table of token types: which text of a pair a token belongs to
     embedding_norm: NormSpec | None = None  # norm of the embedding, positions and token types added
+    calibrated_cache: bool = False  # the checkpoint may have scales for a KV cache in fp8
 
     @property
     def is_encoder(self) -> bool:

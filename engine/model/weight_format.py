@@ -10,7 +10,8 @@ from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
 
 Strategy = Literal["tensor", "channel", "block"]
 # Numbers by which activations, queries, keys or values would be rounded to a KV cache or for attention of 8 bits or
-# less, as regular expressions for the names of tensors. Attention is not quantised as they say.
+# less, as regular expressions for the names of tensors. Attention is not quantised as they say; `cache_scales` finds
+# those that a KV cache in fp8 uses.
 ATTENTION_SCALES = (
     r".*\.[qkv]_(scale|zero_point|global_scale)",
     r".*\.[qkv]_proj\.output_(scale|zero_point)",

@@ -31,7 +31,7 @@ def build_dummy_loader(seed: int, model_dtype: torch.dtype, device: torch.device
         values = torch.randn(shape, generator=_seeded(seed, name, device), device=device) * DEVIATION
         if part is not None:
             values = values.narrow(part.dimension, part.range.start, len(part.range)).clone()
-        if name.endswith(("norm.weight", ".activation_scales")):
+        if name.endswith(("norm.weight", ".activation_scales", "_cache_scale")):
             values = values + 1.0
         return values.to(torch.float32 if is_float32(name) else dtype or model_dtype)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.engine.model.activation_scales import drop_absent_scales
 from serve_llm.engine.model.build import GroupedWeightLoader, ModelBuilder, Part, WeightLoader, load_no_groups
+from serve_llm.engine.model.cache_scales import count_cache_scales, find_cache_scales
 from serve_llm.engine.model.decoder import Decoder, build_decoder
 from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.lora import BaseWeights, LoRALayers, ReadRows
@@ -166,7 +167,9 @@ def match_tensors(
     stored = {add_prefix(name): name for name in checkpoint.names}
     spec = _untie_different_head(checkpoint, spec, weight_map, stored)
     spec, weight_map = drop_absent_scales(spec, weight_map, stored)
-    rules = _read_as_quantised(checkpoint, _expand_rules(spec, weight_map, stored), weight_map, stored)
+    rules = _expand_rules(spec, weight_map, stored)
+    spec, scales = find_cache_scales(spec, rules, stored)
+    rules = _read_as_quantised(checkpoint, rules, weight_map, stored) | scales
     if missing := sorted(rules.keys() - stored.keys()):
         raise ModelError(f"{where}: the checkpoint lacks {_list(missing)}")
     used = {stored[tensor] for tensor in rules} | {stored.get(weight_map.head)}
@@ -294,6 +297,7 @@ def _count_parameters(spec: ModelSpec, weight_map: WeightMap, shard: Shard) -> i
     """How many parameters `build_decoder` reads on this rank."""
     rules = weight_map.expand(len(spec.layers), spec.int8).values()
     count = sum(shard.holds(parameter, spec) for rule in rules for parameter in rule.parameters)
+    count += count_cache_scales(spec, shard)
     if spec.pooler is not None and shard.is_last:
         count += sum(1 + layer.bias for layer in spec.pooler.layers if layer.folder) + len(spec.pooler.token_ids)
     reads_head = spec.lm_head and shard.is_last

@@ -60,6 +60,8 @@ class CheckpointLoader:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source = self._orient(self._sources[name], shape)
         rule = source.rule
+        if rule.transform == "per_head":
+            return self._read_head_scales(source.tensor, shape[0], part)
         location = locate(name, rule, shape, part)
         if rule.format is not None:
             tensor = location.select(self._read_module(rule, rule.format, location).dequantise())
@@ -135,6 +137,16 @@ class CheckpointLoader:
                 "it lacks scales"
             )
         return tensor
+
+    def _read_head_scales(self, tensor: str, num_heads: int, part: Part | None) -> Tensor:
+        """(own heads,) float32. Raises ModelError unless all are above 0 and finite."""
+        scales = self._checkpoint.read(tensor).float().flatten()
+        if len(scales) not in (1, num_heads):
+            raise ModelError(f"{tensor} has {len(scales)} numbers, but there must be 1 or {num_heads}, one per KV head")
+        if not (scales > 0).logical_and(scales.isfinite()).all():
+            raise ModelError(f"{tensor}: scales of a KV cache must be above 0 and finite")
+        heads = range(num_heads) if part is None else part.range
+        return self._upload(scales.expand(num_heads)[heads.start : heads.stop].contiguous())
 
     def _read_int8(self, source: Source, location: Location) -> Tensor:
         tensor = self._read_stored(source, location)

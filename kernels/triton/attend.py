@@ -88,6 +88,7 @@ def attend(
     items,
     sinks,
     alibi_slopes,
+    cache_scales,
     output,
     split_values,
     split_stats,
@@ -97,10 +98,11 @@ def attend(
 ):
     """Attention of one tile of queries over its keys or a split of them. Grid: (items, KV heads * head_tiles).
 
-    query: (tokens, heads, head_dim). cache, block_table, sinks, alibi_slopes: see `paged_attention`; a cache in fp8 is
-    converted to the query's dtype. items: see `work_list`. An item with all keys of its queries is written to output
-    (tokens, heads, value_dim), contiguous. A split is written to split_values (splits, KV heads * head_tiles, rows,
-    main_dim) and split_stats (.., rows, 2), row_max and row_sum; float32.
+    query: (tokens, heads, head_dim). cache, block_table, sinks, alibi_slopes, cache_scales: see `paged_attention`; a
+    cache in fp8 is converted to the query's dtype. items: see `work_list`. An item with all keys of its queries is
+    written to output (tokens, heads, value_dim), contiguous. A split is written to split_values (splits, KV heads *
+    head_tiles, rows, main_dim), without the scale of the values, and split_stats (.., rows, 2), row_max and row_sum;
+    float32.
     """
     item = items + tl.program_id(0) * ITEM_FIELDS
     sequence = tl.load(item)
@@ -124,6 +126,8 @@ def attend(
     slope = _load_slopes(alibi_slopes, head, is_valid, PLAN.rows, PLAN)
     keys = cache + kv_head * PLAN.cache_head_stride
     blocks = block_table + sequence.to(tl.int64) * table_row
+    if cache_scales is not None:
+        scale *= tl.load(cache_scales + kv_head)
 
     empty = _empty_state(PLAN.rows, PLAN)
     has_all_keys = row * 0 + splits == 1
@@ -147,16 +151,16 @@ def attend(
         )
     if PLAN.split:
         if splits == 1:
-            _store_result(output, token * heads + head, is_valid, state, PLAN)
+            _store_result(output, token * heads + head, is_valid, state, cache_scales, kv_head, PLAN)
         else:
             slot = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * PLAN.rows + row
             _store_state(split_values, split_stats, slot, is_valid, state, PLAN)
     else:
-        _store_result(output, token * heads + head, is_valid, state, PLAN)
+        _store_result(output, token * heads + head, is_valid, state, cache_scales, kv_head, PLAN)
 
 
 @_any_value
-def combine(split_values, split_stats, items, sinks, output, PLAN: tl.constexpr):
+def combine(split_values, split_stats, items, sinks, cache_scales, output, PLAN: tl.constexpr):
     """Merge the splits of `attend` in order. Grid: (splits, KV heads * head_tiles, tiles of rows_to_combine rows).
 
     Programs of a tile's first split do it; the others return.
@@ -169,7 +173,7 @@ def combine(split_values, split_stats, items, sinks, output, PLAN: tl.constexpr)
     if splits < 2:
         return
     row = tl.program_id(2) * PLAN.rows_to_combine + tl.arange(0, PLAN.rows_to_combine)
-    heads, _, head, query_index, is_valid = _locate_rows(row, first, count, PLAN)
+    heads, kv_head, head, query_index, is_valid = _locate_rows(row, first, count, PLAN)
     state = _add_sinks(_empty_state(PLAN.rows_to_combine, PLAN), sinks, head, is_valid)
     slot = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * PLAN.rows + row
     stride = tl.num_programs(1) * PLAN.rows  # between a row's splits
@@ -178,7 +182,8 @@ def combine(split_values, split_stats, items, sinks, output, PLAN: tl.constexpr)
             split = row * 0 + index + other
             is_there = is_valid & (split < splits)
             state = _merge_states(state, _load_state(split_values, split_stats, slot + split * stride, is_there, PLAN))
-    _store_result(output, (start + query_index).to(tl.int64) * heads + head, is_valid, state, PLAN)
+    token = (start + query_index).to(tl.int64)
+    _store_result(output, token * heads + head, is_valid, state, cache_scales, kv_head, PLAN)
 
 
 @triton.jit
@@ -345,10 +350,13 @@ def _load_state(split_values, split_stats, slot, is_valid, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _store_result(output, rows, is_valid, state, PLAN: tl.constexpr):
+def _store_result(output, rows, is_valid, state, cache_scales, kv_head, PLAN: tl.constexpr):
     """Store 0 for a row without keys and sinks."""
     _, row_sum, acc = state
     dim = tl.arange(0, PLAN.main_dim)[None, :]
     result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    if cache_scales is not None:
+        kv_heads = tl.num_programs(1) // PLAN.head_tiles
+        result *= tl.load(cache_scales + kv_head + (0 if PLAN.values_in_keys else kv_heads))
     target = output + rows[:, None] * PLAN.value_dim + dim
     tl.store(target, result.to(output.dtype.element_ty), mask=is_valid[:, None] & (dim < PLAN.value_dim))

@@ -59,6 +59,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     value_dim: int | None = None,
+    cache_scales: Tensor | None = None,
     on_device: Lengths,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -83,7 +84,7 @@ def paged_attention(
                 launches.append(_prepare(plan, tiles, query, cache, query_starts, max(context_lens), on_device))
         on_device.plans[key] = launches
     for launch in launches:
-        launch.run(query, cache, block_table, sinks, alibi_slopes, output, scale)
+        launch.run(query, cache, block_table, sinks, alibi_slopes, cache_scales, output, scale)
     return output
 
 
@@ -106,6 +107,7 @@ class _Launch(NamedTuple):
         block_table: Tensor,
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
+        cache_scales: Tensor | None,
         output: Tensor,
         scale: float,
     ) -> None:
@@ -117,6 +119,7 @@ class _Launch(NamedTuple):
             self.items,
             sinks,
             alibi_slopes,
+            cache_scales,
             output,
             self.split_values,
             self.split_stats,
@@ -127,7 +130,14 @@ class _Launch(NamedTuple):
         )
         if self.plan.split:
             combine[self.combine_grid](
-                self.split_values, self.split_stats, self.items, sinks, output, self.plan, **self.combine_options
+                self.split_values,
+                self.split_stats,
+                self.items,
+                sinks,
+                cache_scales,
+                output,
+                self.plan,
+                **self.combine_options,
             )
 
 

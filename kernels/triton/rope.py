@@ -25,7 +25,13 @@ ELEMENTS_PER_THREAD = 16  # 8 of each half of a head, so that a load of a 16-bit
 
 
 def rope_and_cache(
-    qkv: Tensor, heads: int, norms: HeadNorms | None, angles: Angles | None, cache: Tensor, slots: Tensor
+    qkv: Tensor,
+    heads: int,
+    norms: HeadNorms | None,
+    angles: Angles | None,
+    cache: Tensor,
+    slots: Tensor,
+    cache_scales: Tensor | None = None,
 ) -> Tensor:
     tokens = qkv.shape[0]
     _, _, kv_heads, block_size, head_dim = cache.shape
@@ -44,6 +50,7 @@ def rope_and_cache(
             sin,
             query_norm,
             key_norm,
+            cache_scales,
             eps,
             qkv.stride(0),
             cache.stride(0),
@@ -62,7 +69,14 @@ def rope_and_cache(
 
 
 def rope_and_latent(
-    query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: Angles | None, cache: Tensor, slots: Tensor
+    query: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    eps: float,
+    angles: Angles | None,
+    cache: Tensor,
+    slots: Tensor,
+    cache_scales: Tensor | None = None,
 ) -> Tensor:
     tokens, heads, rope_dim = query.shape
     rotated = query.new_empty(query.shape)
@@ -78,6 +92,7 @@ def rope_and_latent(
             slots,
             cos,
             sin,
+            cache_scales,
             eps,
             query.stride(0),
             query.stride(1),
@@ -113,6 +128,7 @@ def _rope_and_cache(
     sin,
     query_norm,
     key_norm,
+    cache_scales,
     eps,
     qkv_row,
     cache_block,
@@ -162,15 +178,20 @@ def _rope_and_cache(
         if slot >= 0:
             row = cache + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_offset
             target = row + tl.where(is_value, cache_part, 0) + head.to(tl.int64) * cache_head + column
-            tl.store(target, _round_to(left, cache), mask=in_left)
-            tl.store(target + middle, _round_to(right, cache), mask=in_right)
+            scale = tl.where(is_value, KV_HEADS, 0) + tl.minimum(head, KV_HEADS - 1)
+            tl.store(target, _round_to(left, cache, cache_scales, scale), mask=in_left)
+            tl.store(target + middle, _round_to(right, cache, cache_scales, scale), mask=in_right)
 
 
 @triton.jit
-def _round_to(values, target):
-    """The values as numbers of the tensor or pointers `target`; see `kernels.cache_fp8`."""
+def _round_to(values, target, cache_scales, scale):
+    """The values as numbers of the tensor or pointers `target`; see `kernels.cache_fp8`.
+
+    scale: index of the values' scale, if there are cache_scales."""
     if target.dtype.scalar.element_ty == tl.float8e4nv:
         values = values.to(tl.float32)
+        if cache_scales is not None:
+            values = values / tl.load(cache_scales + scale)
         values = tl.where(values > LARGEST, LARGEST, tl.where(values < -LARGEST, -LARGEST, values))  # keeps NaN
     return values.to(target.dtype.scalar.element_ty)
 
@@ -212,6 +233,7 @@ def _rope_and_latent(
     slots,
     cos,
     sin,
+    cache_scales,
     eps,
     query_row,
     query_head,
@@ -240,17 +262,20 @@ def _rope_and_latent(
             values *= tl.rsqrt(tl.sum(values * values, 0) / RANK + eps)
             weight = tl.load(norm + dim, mask=mask, other=0.0).to(tl.float32)
             rounded = values.to(latent.dtype.element_ty).to(tl.float32) * weight
-            tl.store(row + dim, _round_to(rounded.to(latent.dtype.element_ty), cache), mask=mask)
-            _copy_rotated(source + RANK + column, row + RANK + column, column >= 0, cos, sin, token, column, ROPE_DIM)
+            stored = _round_to(rounded.to(latent.dtype.element_ty), cache, cache_scales, 0)
+            tl.store(row + dim, stored, mask=mask)
+            key = source + RANK + column
+            target = row + RANK + column
+            _copy_rotated(key, target, column >= 0, cos, sin, token, column, cache_scales, ROPE_DIM)
     else:
         head = (tile - 1) * TILE + tl.arange(0, TILE)[:, None]
         source = query + token * query_row + head * query_head + column
         target = rotated + (token * HEADS + head) * ROPE_DIM + column
-        _copy_rotated(source, target, head < HEADS, cos, sin, token, column, ROPE_DIM)
+        _copy_rotated(source, target, head < HEADS, cos, sin, token, column, None, ROPE_DIM)
 
 
 @triton.jit
-def _copy_rotated(source, target, mask, cos, sin, token, column, ROPE_DIM: tl.constexpr):
+def _copy_rotated(source, target, mask, cos, sin, token, column, cache_scales, ROPE_DIM: tl.constexpr):
     """Copy heads, one per row, and rotate them if there are angles."""
     middle: tl.constexpr = (ROPE_DIM + 1) // 2
     in_left = mask & (column < middle)
@@ -259,5 +284,5 @@ def _copy_rotated(source, target, mask, cos, sin, token, column, ROPE_DIM: tl.co
     right = tl.load(source + middle, mask=in_right, other=0.0)
     if cos is not None:
         left, right = _rotate(left, right, cos + token * middle, sin + token * middle, column, middle)
-    tl.store(target, _round_to(left, target), mask=in_left)
-    tl.store(target + middle, _round_to(right, target), mask=in_right)
+    tl.store(target, _round_to(left, target, cache_scales, 0), mask=in_left)
+    tl.store(target + middle, _round_to(right, target, cache_scales, 0), mask=in_right)

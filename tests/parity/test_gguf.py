@@ -25,7 +25,7 @@ PAIRS = [
     ("qwen3_moe", "MXFP4"),  # as files named MXFP4_MOE
     ("gpt_oss", "MXFP4"),
 ]
-FAST_FAMILIES = ("llama", "mixtral", "qwen2", "qwen2_moe", "gemma3_text", "phi3", "olmo2", "gpt_oss")
+FAST_FAMILIES = ("llama", "mixtral", "ministral3", "qwen2", "qwen2_moe", "gemma3_text", "phi3", "olmo2", "gpt_oss")
 
 
 @pytest.fixture(autouse=True)

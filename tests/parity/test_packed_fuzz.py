@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from serve_llm.server.prompt.tokenizer import load_tokenizer
 from support import packed_floats
 from support.forward import load
 from support.gguf_files import make_gguf
+from support.matrix import mostly_slow
 from support.packed import Packing, make_packed
 from support.quantised import quantise_checkpoint
 
@@ -39,18 +41,18 @@ DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torc
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for form in FORMS:
-        directory = tmp_path_factory.mktemp(form)
-        if form in PACKINGS:
-            make_packed(directory, "llama", PACKINGS[form], num_hidden_layers=1)
-        else:
-            packed_floats.make_packed(directory, "llama", "fp8-native" if form == "int8" else form, num_hidden_layers=1)
-        if form == "int8":
-            shutil.rmtree(directory / "packed")
-            quantise_checkpoint(directory / "plain", directory / "packed")
-        found[form] = directory / "packed"
-    return found
+    return {form: make_form(tmp_path_factory.mktemp(form), "llama", form) for form in FORMS}
+
+
+def make_form(directory: Path, family: str, form: str) -> Path:
+    if form in PACKINGS:
+        make_packed(directory, family, PACKINGS[form], num_hidden_layers=1)
+    else:
+        packed_floats.make_packed(directory, family, "fp8-native" if form == "int8" else form, num_hidden_layers=1)
+    if form == "int8":
+        shutil.rmtree(directory / "packed")
+        quantise_checkpoint(directory / "plain", directory / "packed")
+    return directory / "packed"
 
 
 def list_paths(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -62,7 +64,7 @@ def list_paths(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tupl
         yield from list_paths(inner, (*path, key))
 
 
-def change_tensor(tensor: Tensor, change: str, draw: st.DrawFn) -> Tensor | None:
+def change_tensor(tensor: Tensor, change: str, dtype: torch.dtype, seed: int) -> Tensor | None:
     """None: it is gone."""
     if change == "drop":
         return None
@@ -71,8 +73,8 @@ def change_tensor(tensor: Tensor, change: str, draw: st.DrawFn) -> Tensor | None
     if change == "flatten":
         return tensor.flatten() if tensor.dim() > 1 else tensor.reshape(1, -1)
     if change == "dtype":
-        return tensor.float().to(draw(st.sampled_from(DTYPES)))
-    noise = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+        return tensor.float().to(dtype)
+    noise = torch.Generator().manual_seed(seed)
     flat = tensor.flatten().view(torch.uint8)
     return (
         torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=noise).view(tensor.dtype).reshape(tensor.shape)
@@ -86,7 +88,8 @@ def faults(draw: st.DrawFn, directory: Path) -> tuple[dict[str, Any], dict[str, 
     tensors = load_file(directory / "model.safetensors")
     if draw(st.booleans()):
         name = draw(st.sampled_from(sorted(name for name in tensors if "layers" in name and "norm" not in name)))
-        changed = change_tensor(tensors.pop(name), draw(st.sampled_from(CHANGES)), draw)
+        dtype, seed = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 1000))
+        changed = change_tensor(tensors.pop(name), draw(st.sampled_from(CHANGES)), dtype, seed)
         if changed is not None:
             tensors[name] = changed
         return config, tensors, name.partition("_proj")[0]
@@ -113,6 +116,37 @@ def test_faults_are_named(form: str, checkpoints: dict[str, Path], data: st.Data
         load(tmp_path)
     except (ModelError, OptionError) as error:
         assert named in str(error)
+
+
+FAMILIES = ("qwen3_moe", "deepseek_v3", "phi3", "gpt_neox")
+PAIRS = [  # each form with two families
+    (FAMILIES[(index + offset) % len(FAMILIES)], form) for index, form in enumerate(FORMS) for offset in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("family", "form"), mostly_slow(PAIRS, [PAIRS[2], PAIRS[7]]))
+def test_every_change_of_every_form_is_named(family: str, form: str, tmp_path: Path) -> None:
+    """Each kind of change to one tensor of each kind that the form has: with experts, latent attention and projections
+    in one tensor."""
+    directory = make_form(tmp_path, family, form)
+    tensors = load_file(directory / "model.safetensors")
+    shutil.copy(directory / "config.json", tmp_path)
+    by_kind = {re.sub(r"^.*\.\d+\..*(proj\w*|dense\w*|query_key_value)\.", "", name): name for name in sorted(tensors)}
+    refused = set()
+    for kind, name in by_kind.items():
+        if "." in kind and "quant" not in kind and "weight." not in kind:
+            continue  # not of a quantised module
+        for change in CHANGES:
+            changed = change_tensor(tensors[name], change, torch.int64, seed=3)
+            rest = {other: tensor for other, tensor in tensors.items() if other != name}
+            damaged = rest if changed is None else rest | {name: changed}
+            save_file(damaged, tmp_path / "model.safetensors", metadata={"format": "pt"})
+            try:
+                load(tmp_path)
+            except (ModelError, OptionError) as error:
+                assert name.partition(f".{kind}")[0] in str(error), (name, change)
+                refused.add(change)
+    assert refused >= {"drop", "cut", "dtype"}
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,15 @@ YARN = {
     "original_max_position_embeddings": 64,
     "truncate": False,
 }
+MINISTRAL = {  # with a temperature and a magnitude of yarn other than the published ones
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.5,
+}
 EXPERTS = {"moe_intermediate_size": 256}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' model_type -> architecture in GGUF, sizes
     "llama": ("llama", SIZES),
@@ -64,10 +73,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' model_type 
     "nemotron": ("nemotron", SIZES),
     "cohere": ("command-r", {**PLAIN_HEADS, "use_qk_norm": True, "logit_scale": 0.7}),
     "cohere2": ("cohere2", {**PLAIN_HEADS, "num_hidden_layers": 4, "sliding_window_pattern": 4, "logit_scale": 0.7}),
+    "ministral3": ("mistral3", {**SIZES, "rope_parameters": MINISTRAL}),
 }
 GPT_OSS_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 INTERLEAVED = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2), "down_proj": slice(None)}
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -284,6 +294,9 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any], architecture: str) 
             add(config[key])
     if architecture in ("gemma2", "gemma3", "phi3", "cohere2", "gpt-oss") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
     if "vl" in architecture:
         writer.add_rope_dimension_sections([16, 8, 8, 0])
     if architecture.startswith("qwen3vl"):

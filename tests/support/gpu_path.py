@@ -20,6 +20,8 @@ from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.model.cache_scales import add_cache_scales
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights import load
 from serve_llm.engine.worker import runner
@@ -68,19 +70,29 @@ def rope_and_cache(
     angles: rope.Angles | None,
     cache: Tensor,
     slots: Tensor,
+    cache_scales: Tensor | None = None,
 ) -> Tensor:
     query = rope.rope_and_cache(qkv.clone(), heads, norms, angles, torch.empty_like(cache), slots.clamp(min=0))
     stored = slots >= 0
-    rope.rope_and_cache(qkv[stored], heads, norms, _some(angles, stored), cache, slots[stored])
+    rope.rope_and_cache(qkv[stored], heads, norms, _some(angles, stored), cache, slots[stored], cache_scales)
     return query
 
 
 def rope_and_latent(
-    query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: rope.Angles | None, cache: Tensor, slots: Tensor
+    query: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    eps: float,
+    angles: rope.Angles | None,
+    cache: Tensor,
+    slots: Tensor,
+    cache_scales: Tensor | None = None,
 ) -> Tensor:
     turned = rope.rope_and_latent(query, latent, norm, eps, angles, torch.empty_like(cache), slots.clamp(min=0))
     stored = slots >= 0
-    rope.rope_and_latent(query[stored], latent[stored], norm, eps, _some(angles, stored), cache, slots[stored])
+    rope.rope_and_latent(
+        query[stored], latent[stored], norm, eps, _some(angles, stored), cache, slots[stored], cache_scales
+    )
     return turned
 
 
@@ -152,7 +164,8 @@ def make_gpu_engine(
     stages: int = 1,
     **more: object,
 ) -> EngineCore:
-    """An engine that behaves as on a GPU. more: fields of Config, or options."""
+    """An engine that works as on a GPU. Its layers have scales if the checkpoint was calibrated for a KV cache in fp8,
+    even if `kernels` are for another cache. more: fields of Config, or options."""
     monkeypatch.setattr(load, "choose", lambda *_, **__: kernels)
     monkeypatch.setattr(runner, "CudaCapture", Recorder)
     as_on_gpu = {"async_scheduling": stages == 1, "enforce_eager": False, "kv_cache_dtype": "auto"}
@@ -161,6 +174,8 @@ def make_gpu_engine(
     raw = read_config(directory)
     config, spec, weights = resolve_all(options, str(directory), raw)
     config = replace(config, **fields)
+    if isinstance(spec, ModelSpec) and spec.calibrated_cache:
+        spec = add_cache_scales(spec)
     if tensor * stages == 1:
         config, draft_model = make_draft_model(options, config)
         return EngineCore(config, startup.build_executor(config, spec, weights, raw), draft_model=draft_model)

@@ -44,6 +44,7 @@ def read_ministral3(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     scaling = config.inner("rope_scaling") or config.require("rope_parameters")
     scaling.ignore("max_position_embeddings")
     beta = scaling.number("llama_4_scaling_beta", 0.0)
+    interval = scaling.integer("original_max_position_embeddings") if beta else 0
     window = config.integer("sliding_window", 0) or None
     spec = read_decoder(
         config,
@@ -55,7 +56,7 @@ def read_ministral3(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
     if beta:
-        temperature = QueryTemperature(beta, scaling.integer("original_max_position_embeddings"), first=0)
+        temperature = QueryTemperature(beta, interval, first=0)
         spec = map_attention(spec, lambda index, attention: replace(attention, query_temperature=temperature))
     config.done()
     return spec, weights(spec)

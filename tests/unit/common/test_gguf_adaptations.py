@@ -22,7 +22,8 @@ KEYS = (  # what the adaptations take
     "attention.causal attention.clamp_kqv attention.key_length attention.key_length_mla attention.max_alibi_bias "
     "attention.value_length attention.value_length_mla block_count expert_count expert_gating_func expert_group_count "
     "expert_group_used_count expert_shared_feed_forward_length nextn_predict_layers pooling_type rope.dimension_count "
-    "rope.scaling.yarn_log_multiplier tensor_data_layout feed_forward_length attention.head_count_kv"
+    "rope.scaling.yarn_log_multiplier tensor_data_layout feed_forward_length attention.head_count_kv "
+    "attention.temperature_scale rope.scaling.type"
 ).split()
 
 
@@ -70,6 +71,27 @@ def test_settings_of_yarn() -> None:
         build_config(make_file("qwen2", **yarn, rope__scaling__yarn_attn_factor=2.0))
 
 
+def test_queries_of_mistral3() -> None:
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 16384,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+    }
+    scaled = build_config(make_file("mistral3", **yarn, attention__temperature_scale=0.5))
+    assert scaled["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+    } | {
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    }
+    assert build_config(make_file("mistral3"))["rope_scaling"] == {"rope_type": "default"}
+    assert "mscale" not in str(build_config(make_file("mistral3", **yarn | {"rope.scaling.yarn_log_multiplier": 0.0})))
+
+
 def test_layers_that_predict_several_tokens_are_not_used() -> None:
     config = build_config(make_file("glm4moe", nextn_predict_layers=1))
     assert config["num_hidden_layers"] == 2
@@ -96,6 +118,11 @@ def test_layouts_of_falcon() -> None:
             "mpt",
             {"attention.max_alibi_bias": 8.0, "feed_forward_length": 100},
             r"mpt\.feed_forward_length 100 is not a",
+        ),
+        (
+            "mistral3",
+            {"attention.temperature_scale": 0.1},
+            r"mistral3\.attention\.temperature_scale 0\.1 is not supported without yarn scaling",
         ),
         ("bert", {"attention.causal": True}, r"bert\.attention\.causal True is not supported \(supported: false\)"),
     ],

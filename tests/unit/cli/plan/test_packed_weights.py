@@ -9,6 +9,7 @@ import pytest
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import read_config, resolve_model
 from serve_llm.common.options.sources import make_options
+from serve_llm.engine.model.cache_scales import add_cache_scales
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.parallel.layout import ParallelLayout
@@ -78,6 +79,16 @@ def check(directory: Path, device: str = "cpu", **options: object) -> None:
 def test_packed_checkpoints(packing: Packing, tmp_path: Path) -> None:
     make_packed(tmp_path, "llama", packing)
     check(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(("family", "numbers"), [("llama", 2 * 2), ("deepseek_v3", 1)])
+def test_scales_of_the_kv_cache(family: str, numbers: int, tmp_path: Path) -> None:
+    """Float32 for the keys and values of each of the rank's two KV heads; for latent rows one."""
+    make_checkpoint(tmp_path, family)
+    spec, _ = read_model(read_config(tmp_path))
+    shard = build_shard(spec, ParallelLayout(2), rank=1)
+    held = [weight_bytes(each, shard, 2, "cuda").held for each in (spec, add_cache_scales(spec))]
+    assert held[1] - held[0] == 4 * numbers * len(spec.layers)
 
 
 def test_activations_that_autoawq_scales(tmp_path: Path) -> None:

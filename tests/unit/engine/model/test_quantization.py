@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.options.sources import make_options
+from serve_llm.engine.model.cache_scales import is_calibrated
 from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.quantization_config import read_quantization_config
 from serve_llm.engine.model.quantization_spec import GroupedForm
-from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.registry import apply_engine_config, read_model
+from serve_llm.engine.model.spec import AttentionSpec
 from serve_llm.engine.model.weight_format import (
     BitsAndBytes4,
     MarkedModules,
@@ -25,6 +29,7 @@ from serve_llm.engine.model.weight_format import (
 )
 from support import published
 from support.quantised import quantization_config
+from support.resolved import resolve_all
 
 
 def read(stored: object) -> object:
@@ -209,6 +214,40 @@ def test_modules_that_are_not_in_8_bit_floats() -> None:
 def test_other_8_bit_floats(change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=rf"config\.json: quantization_config.*{re.escape(message)}"):
         read(FP8 | change)
+
+
+FLOAT_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"kv_cache_scheme": FLOAT_CACHE}, True),
+        ({"kv_cache_scheme": FLOAT_CACHE | {"dynamic": True}}, False),
+        ({"kv_cache_scheme": FLOAT_CACHE | {"type": "int"}}, False),
+        ({"kv_cache_scheme": FLOAT_CACHE | {"num_bits": 4}}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"quant_method": "fp8"}, True),
+        ({"quant_method": "gptq", "kv_cache_scheme": FLOAT_CACHE}, False),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, True),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, True),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "NVFP4"}}, False),
+        ({"quant_method": "modelopt"}, False),
+    ],
+)
+def test_which_checkpoints_were_calibrated_for_a_cache_in_fp8(change: dict[str, object], expected: bool) -> None:
+    assert is_calibrated(quantization_config() | change) == expected
+
+
+def test_scales_of_the_cache_are_read_where_it_is_in_fp8() -> None:
+    stored = quantization_config() | {"kv_cache_scheme": FLOAT_CACHE}
+    raw = published.LLAMA_8B | {"quantization_config": stored}
+    config, _, _ = resolve_all(make_options("published", device="cpu"), "published", raw)
+    for kv_cache_dtype in ("auto", "fp8"):
+        settings = replace(config, device="cuda", kv_cache_dtype=kv_cache_dtype)
+        mixers = [layer.attention for layer in apply_engine_config(read_model(raw)[0], settings).layers]
+        assert all(isinstance(mixer, AttentionSpec) for mixer in mixers)
+        assert all(mixer.cache_scales == (kv_cache_dtype == "fp8") for mixer in mixers)
 
 
 def deeper(key: str) -> dict[str, Any]:

@@ -212,6 +212,27 @@ def test_a_cache_in_fp8(shape: Shape, dtype: torch.dtype) -> None:
         torch.testing.assert_close(step.run(kernels, **how), expected, **tolerance)
 
 
+@pytest.mark.parametrize("shape", [(4, 2, 24, None, 16), (6, 1, 48, 32, 8)])
+def test_scales_of_a_cache_in_fp8(shape: Shape) -> None:
+    """One for the keys and one for the values of each KV head; of latent rows one for both. Some keys are split."""
+    how = {"sinks": torch.linspace(-2, 2, shape[0]), "softcap": 9.0}
+    step = Step(shape, torch.bfloat16, [1, 20, 1], [700, 600, 7], how=how)
+    scales = torch.tensor([[0.25, 3.0], [40.0, 0.5]]) if shape[3] is None else torch.tensor([[3.0]])
+    by_row = scales[:, :, None, None]
+    eight_bits = cache_fp8.quantise(step.cache / by_row)
+    step.cache = (eight_bits.float() * by_row).to(torch.bfloat16)
+    expected = step.run(definition)
+    step.cache = eight_bits
+    on_device = lengths(step.starts, step.contexts)
+    for kernels, more in ((ours, {}), (ours, {"batch_invariant": True}), (attention, {})):
+        step.how = {**how, "cache_scales": scales, "on_device": on_device.without_plans()}
+        result = step.run(kernels, **more)
+        torch.testing.assert_close(result, expected, atol=1.6e-2 * float(scales[-1].max()), rtol=2**-7)
+        if kernels is ours:
+            (launches,) = step.how["on_device"].plans.values()
+            assert all(launch.items[:, 7].max() > 1 for launch in launches), "both a decode and a chunk are split"
+
+
 def test_another_dtype_is_refused() -> None:
     step = Step((2, 1, 16, None, 16), torch.float64, [1], [5])
     with pytest.raises(ValueError, match="no Triton kernel for queries"):
@@ -293,7 +314,12 @@ def test_a_cache_in_fp8_is_compiled(capability: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ours, "_shared_bytes", lambda device: CARDS[capability] * 1024)
     models = ("Llama 8B", "Gemma 2 9B", "DeepSeek V3")
     fp8 = {"cache_dtype": cache_fp8.DTYPE}
-    launches = record(lambda: [launch(model, count, **fp8) for model in models for count in (1, 8192)])
+    scales = {
+        model: torch.empty((2 - (model == "DeepSeek V3"), MODELS[model][0][1]), device="meta") for model in models
+    }
+    launches = record(
+        lambda: [launch(model, count, cache_scales=scales[model], **fp8) for model in models for count in (1, 8192)]
+    )
     attends = [each for each in launches if each.kernel.name == "attend"]
     assert len(attends) == 2 * len(models)
     for kernel in compile_for(attends, capability):

@@ -217,6 +217,33 @@ def test_a_cache_in_fp8(dtype: torch.dtype) -> None:
     assert ours.isnan().sum() == 0 and write(triton_rope)[0].isnan().sum() == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_of_a_cache_in_fp8(dtype: torch.dtype) -> None:
+    """Keys and values are divided by their heads' scales, latent rows by one."""
+    qkv = (random(ROWS, (5 + 2 * 3) * 24) * 3000).to(dtype)
+    query, latent, norm = random(ROWS, 3, 16, dtype=dtype), random(ROWS, 56, dtype=dtype), random(40, dtype=dtype)
+    slots = torch.randperm(16, generator=torch.Generator().manual_seed(0))[:ROWS]
+    scales = torch.tensor([[100.0, 50.0, 7.0], [1000.0, 0.5, 20.0]])
+    angles = random(ROWS, 12), random(ROWS, 12)
+
+    def write(kernels: Any, scales: Tensor | None, latent_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        cache = torch.zeros((2, 2, 3, 8, 24), dtype=torch.uint8).view(cache_fp8.DTYPE)
+        rows = torch.zeros((2, 1, 1, 8, 56), dtype=torch.uint8).view(cache_fp8.DTYPE)
+        turned = kernels.rope_and_cache(qkv.clone(), 5, None, angles, cache, slots, cache_scales=scales)
+        kernels.rope_and_latent(query, latent, norm * 900, 1e-6, None, rows, slots, cache_scales=latent_scale)
+        torch.testing.assert_close(turned, rope.rope_and_cache(qkv.clone(), 5, None, angles, cache.clone(), slots))
+        return cache.float(), rows.float()
+
+    found = write(triton_rope, scales, torch.tensor([[30.0]]))
+    for ours, theirs in zip(found, write(rope, scales, torch.tensor([[30.0]])), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-3, atol=2.0**-9)
+        assert (ours != theirs).sum() <= 1 + 0.005 * ours.numel()
+    wide = torch.zeros((2, 2, 3, 8, 24))
+    rope.rope_and_cache(qkv.float(), 5, None, angles, wide, slots)
+    exact = (wide / scales[:, :, None, None]).clamp(-448, 448)
+    torch.testing.assert_close(found[0], exact, rtol=2.0**-3, atol=2.0**-9)
+
+
 def test_tokens_without_a_slot_are_not_stored() -> None:
     cache = torch.full((3, 2, 2, 4, 16), 7.0)
     qkv, slots = random(4, 6 * 16), torch.tensor([-1, 5, -1, 11])
@@ -255,17 +282,33 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def rope_of(heads: int, kv_heads: int, head_dim: int) -> Tensor:
+def rope_of(heads: int, kv_heads: int, head_dim: int, fp8: bool = False) -> Tensor:
     angle, head = empty(3, head_dim // 2, dtype=torch.float32), empty(head_dim)
     qkv, layers = empty(3, (heads + 2 * kv_heads) * head_dim), empty(10, 3, 2, kv_heads, 16, head_dim)
     slots = empty(3, dtype=torch.int64)
-    return rope_and_cache(qkv, heads, HeadNorms(head, head, 1e-6), (angle, angle), layers[:, 1], slots)
+    norms = HeadNorms(head, head, 1e-6)
+    if not fp8:
+        return rope_and_cache(qkv, heads, norms, (angle, angle), layers[:, 1], slots)
+    layers = empty(10, 3, 2, kv_heads, 16, head_dim, dtype=cache_fp8.DTYPE)
+    scales = empty(2, kv_heads, dtype=torch.float32)
+    return rope_and_cache(qkv, heads, norms, (angle, angle), layers[:, 1], slots, scales)
 
 
-def latent_of(heads: int, rank: int, rope_dim: int) -> Tensor:
+def latent_of(heads: int, rank: int, rope_dim: int, fp8: bool = False) -> Tensor:
     query, latent = empty(3, heads, 128 + rope_dim)[:, :, 128:], empty(3, 1536 + rank + rope_dim)[:, 1536:]
-    angle, cache = empty(3, rope_dim // 2, dtype=torch.float32), empty(10, 1, 1, 16, rank + rope_dim)
-    return rope_and_latent(query, latent, empty(rank), 1e-6, (angle, angle), cache, empty(3, dtype=torch.int64))
+    angle, slots = empty(3, rope_dim // 2, dtype=torch.float32), empty(3, dtype=torch.int64)
+    cache = empty(10, 1, 1, 16, rank + rope_dim, dtype=cache_fp8.DTYPE if fp8 else torch.bfloat16)
+    scales = empty(1, 1, dtype=torch.float32) if fp8 else None
+    return rope_and_latent(query, latent, empty(rank), 1e-6, (angle, angle), cache, slots, scales)
+
+
+@pytest.mark.slow
+def test_writing_a_cache_in_fp8_is_compiled() -> None:
+    found = compile_for(
+        [*record(lambda: rope_of(32, 8, 128, fp8=True)), *record(lambda: latent_of(128, 512, 64, True))]
+    )
+    assert_fits(found)
+    assert len(found) == 2
 
 
 @pytest.mark.slow
