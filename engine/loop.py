@@ -50,6 +50,7 @@ class ServerChannel(Protocol):
 class _StepInFlight(NamedTuple):
     scheduler_output: SchedulerOutput
     started_at: float
+    has_others: bool  # whether there were requests other than batches
     result: Future[StepResult]
 
 
@@ -207,6 +208,7 @@ class EngineCore:
             self._speculator.paused_indices = self.grammars.costly_indices
             self.scheduler.prepare_drafts(held)
         now = self._clock()
+        has_others = not self.scheduler.has_only_batches
         budget = self._choose_budget(now)
         if self._offload is not None:
             self._offload.seconds_per_token = self._budget.seconds_per_token
@@ -219,7 +221,7 @@ class EngineCore:
         scheduler_output, masks = self.grammars.prepare(scheduler_output)
         self._report_in_flight(self.scheduler.in_flight)
         result = self._executor.execute(scheduler_output, masks)
-        self._in_flight.append(_StepInFlight(scheduler_output, now, result))
+        self._in_flight.append(_StepInFlight(scheduler_output, now, has_others, result))
         return True
 
     def _wait_for_sequences(self, held: Collection[int]) -> None:
@@ -238,6 +240,8 @@ class EngineCore:
             return []
         seconds = self._clock() - step.started_at
         self._budget.observe(num_tokens, seconds)
+        if step.has_others and scheduler_output.is_decode:
+            self._budget.observe_decode(seconds)
         if self._speculator is not None and scheduler_output.is_decode:
             self._speculator.row_cost.observe(num_tokens, seconds)
         self.grammars.advance(scheduler_output, results)
