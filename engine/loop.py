@@ -51,6 +51,7 @@ class _StepInFlight(NamedTuple):
     scheduler_output: SchedulerOutput
     started_at: float
     has_others: bool  # whether there were requests other than batches
+    in_pause: bool  # whether such requests were expected
     result: Future[StepResult]
 
 
@@ -209,7 +210,10 @@ class EngineCore:
             self.scheduler.prepare_drafts(held)
         now = self._clock()
         has_others = not self.scheduler.has_only_batches
-        budget = self._choose_budget(now)
+        if has_others:
+            self._others_until = now + PAUSE_SECONDS
+        in_pause = not has_others and now < self._others_until
+        budget = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting, in_pause)
         if self._offload is not None:
             self._offload.seconds_per_token = self._budget.seconds_per_token
             self._offload.exchange()
@@ -221,7 +225,7 @@ class EngineCore:
         scheduler_output, masks = self.grammars.prepare(scheduler_output)
         self._report_in_flight(self.scheduler.in_flight)
         result = self._executor.execute(scheduler_output, masks)
-        self._in_flight.append(_StepInFlight(scheduler_output, now, has_others, result))
+        self._in_flight.append(_StepInFlight(scheduler_output, now, has_others, in_pause, result))
         return True
 
     def _wait_for_sequences(self, held: Collection[int]) -> None:
@@ -242,6 +246,8 @@ class EngineCore:
         self._budget.observe(num_tokens, seconds)
         if step.has_others and scheduler_output.is_decode:
             self._budget.observe_decode(seconds)
+        if step.in_pause:
+            self._budget.observe_in_pause(num_tokens, seconds)
         if self._speculator is not None and scheduler_output.is_decode:
             self._speculator.row_cost.observe(num_tokens, seconds)
         self.grammars.advance(scheduler_output, results)
@@ -257,14 +263,6 @@ class EngineCore:
         if self._offload is not None:
             stats.offload_memory, stats.offload_disk = self._offload.read_stats()
         return stats
-
-    def _choose_budget(self, now: float) -> int:
-        """Choose the maximum number of tokens of the next step."""
-        scheduler = self.scheduler
-        if not scheduler.has_only_batches:
-            self._others_until = now + PAUSE_SECONDS
-        in_pause = scheduler.has_only_batches and now < self._others_until
-        return self._budget.next(scheduler.num_running, scheduler.num_waiting, in_pause)
 
     def close(self) -> None:
         """Send pending events and stop this object's threads."""

@@ -99,6 +99,7 @@ class TokenBudget:
         self._target = target_seconds
         self._tokens_per_second: float | None = None
         self._decode_seconds: float | None = None  # of a decode step while requests other than batches run
+        self._tokens_per_second_in_pause: float | None = None
         self._stretch = 1.0  # factor on the target
 
     @property
@@ -113,7 +114,7 @@ class TokenBudget:
         self._stretch = max(previous, min(4.0, num_waiting / self.MANY_WAITING))
         speed = self._tokens_per_second
         if in_pause and speed is not None:
-            return self._choose_in_pause(speed)
+            return self._choose_in_pause(self._tokens_per_second_in_pause or speed)
         if self._target is None:
             return self._limit
         wanted = 512 if speed is None else int(self._stretch * self._target * speed)
@@ -132,6 +133,14 @@ class TokenBudget:
         """Record a decode step that ran while there were requests other than batches."""
         old = self._decode_seconds
         self._decode_seconds = seconds if old is None else 0.9 * old + 0.1 * seconds
+
+    def observe_in_pause(self, num_tokens: int, seconds: float) -> None:
+        """Record a step of batches in a pause, whose rows take longer than a prompt's tokens."""
+        if seconds <= 0:
+            return
+        speed = num_tokens / seconds
+        old = self._tokens_per_second_in_pause
+        self._tokens_per_second_in_pause = speed if old is None else 0.7 * old + 0.3 * speed
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         if num_tokens < min(self.SMALLEST, self._limit) or seconds <= 0:

@@ -121,6 +121,9 @@ def test_steps_of_batches_in_a_pause_are_as_long_as_decode_steps_of_others(
         budget.observe_decode(decode_seconds)
     assert budget.next(200, in_pause=True) == pytest.approx(tokens, abs=1)
     assert budget.next() == (2048 if target is None else 600)  # without batches
+    for _ in range(50):
+        budget.observe_in_pause(40, 0.020)  # half as fast
+    assert budget.next(200, in_pause=True) == pytest.approx(max(tokens // 2, 16 if target else 256), abs=1)
 
 
 def test_a_burst_is_worked_off_in_steps_as_large_as_its_first() -> None:
