@@ -90,7 +90,7 @@ class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     token_id: int | None = None  # set if a token was to be sampled
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 .., if the request wants them
-    vector: bytes | None = None  # of a prompt that ends with this chunk, or of the chunk's tokens; see `Output`
+    vector: bytes | None = None  # vector of the prompt that ends here, or those of its tokens; see `Output`
     accepted_ids: tuple[int, ...] = ()  # drafts that equal the ids sampled there; token_id comes after them
     known_logprobs: tuple[TokenLogprobs, ...] = ()  # for accepted_ids, or positions logprobs_start+1 .. before token_id
     forced_ids: tuple[int, ...] = ()  # forced after token_id by the grammar; the structured output manager adds them

@@ -98,7 +98,7 @@ class TokenBudget:
         self._limit = limit
         self._target = target_seconds
         self._tokens_per_second: float | None = None
-        self._decode_seconds: float | None = None  # of a decode step while requests other than batches run
+        self._decode_seconds: float | None = None  # duration of a decode step while requests other than batches run
         self._tokens_per_second_in_pause: float | None = None
         self._stretch = 1.0  # factor on the target
 
