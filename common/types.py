@@ -128,6 +128,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: int = 0  # index of the API key; at equal priority, the least-served tenant goes first
     cache_salt: str = ""  # prefix blocks are shared only between equal salts
     pooling: bool = False  # return the vector of the prompt instead of tokens
+    pools_tokens: bool = False  # with `pooling`: return a vector of each token of the prompt
     second_text_start: int | None = None  # index in prompt_ids at which the second text of a pair begins
     adapter: Adapter | None = None  # None: the base model
 
@@ -152,7 +153,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     queued_seconds: float | None = None  # set once, with the first output: from arrival to first scheduling
     logprobs: list[TokenLogprobs] | None = None  # one per entry of token_ids
     prompt_logprobs: list[TokenLogprobs] | None = None  # set once: one per prompt token except the first
-    vector: bytes | None = None  # the result of a pooling request: float32, little-endian
+    vector: bytes | None = None  # the result of a pooling request, one vector or all: float32, little-endian
     error: str | None = None
     num_preemptions: int = 0  # since the previous output
     is_contradiction: bool = False  # `error` says that the request's own restrictions contradict each other
@@ -260,6 +261,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True  # takes requests for tokens
     pooling_task: PoolingTask = "none"
     vector_size: int = 0  # size of the vector of a pooling request
+    token_vector_size: int = 0  # size of each vector with `pools_tokens`; 0: not served
     num_offload_blocks: int = 0  # additional blocks in host memory
     directory: str = ""  # the checkpoint
     lora_targets: dict[str, LoRATarget] = {}  # keyed by every name that PEFT may use; empty: adapters are not served

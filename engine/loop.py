@@ -50,6 +50,8 @@ class ServerChannel(Protocol):
 class _StepInFlight(NamedTuple):
     scheduler_output: SchedulerOutput
     started_at: float
+    has_others: bool  # whether there were requests other than batches
+    in_pause: bool  # whether such requests were expected
     result: Future[StepResult]
 
 
@@ -207,7 +209,11 @@ class EngineCore:
             self._speculator.paused_indices = self.grammars.costly_indices
             self.scheduler.prepare_drafts(held)
         now = self._clock()
-        budget = self._choose_budget(now)
+        has_others = not self.scheduler.has_only_batches
+        if has_others:
+            self._others_until = now + PAUSE_SECONDS
+        in_pause = not has_others and now < self._others_until
+        budget = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting, in_pause)
         if self._offload is not None:
             self._offload.seconds_per_token = self._budget.seconds_per_token
             self._offload.exchange()
@@ -219,7 +225,7 @@ class EngineCore:
         scheduler_output, masks = self.grammars.prepare(scheduler_output)
         self._report_in_flight(self.scheduler.in_flight)
         result = self._executor.execute(scheduler_output, masks)
-        self._in_flight.append(_StepInFlight(scheduler_output, now, result))
+        self._in_flight.append(_StepInFlight(scheduler_output, now, has_others, in_pause, result))
         return True
 
     def _wait_for_sequences(self, held: Collection[int]) -> None:
@@ -238,6 +244,10 @@ class EngineCore:
             return []
         seconds = self._clock() - step.started_at
         self._budget.observe(num_tokens, seconds)
+        if step.has_others and scheduler_output.is_decode:
+            self._budget.observe_decode(seconds)
+        if step.in_pause:
+            self._budget.observe_in_pause(num_tokens, seconds)
         if self._speculator is not None and scheduler_output.is_decode:
             num_sequences = len(scheduler_output.scheduled)
             num_accepted = sum(len(result.accepted_ids) for result in results)
@@ -256,14 +266,6 @@ class EngineCore:
         if self._offload is not None:
             stats.offload_memory, stats.offload_disk = self._offload.read_stats()
         return stats
-
-    def _choose_budget(self, now: float) -> int:
-        """Choose the maximum number of tokens of the next step."""
-        scheduler = self.scheduler
-        if not scheduler.has_only_batches:
-            self._others_until = now + PAUSE_SECONDS
-        in_pause = scheduler.has_only_batches and now < self._others_until
-        return self._budget.next(scheduler.num_running, scheduler.num_waiting, in_pause)
 
     def close(self) -> None:
         """Send pending events and stop this object's threads."""

@@ -40,7 +40,7 @@ from serve_llm.engine.draft_model.resolve import (
 from serve_llm.engine.gpu_software import explain_unusable_gpus, find_missing_compiler, read_gpu_software
 from serve_llm.engine.model.config import describe_ignored_keys
 from serve_llm.engine.model.lora_targets import find_served_targets
-from serve_llm.engine.model.pooling import find_pooling_task, find_vector_size, resolve_pooling
+from serve_llm.engine.model.pooling import find_pooling_task, find_token_vector_size, find_vector_size, resolve_pooling
 from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.shard import describe_split
@@ -165,6 +165,7 @@ def _build_model_info(
         generates=config.generates,
         pooling_task=find_pooling_task(spec),
         vector_size=find_vector_size(spec),
+        token_vector_size=find_token_vector_size(spec),
         directory=config.directory,
         lora_targets=lora_targets,
         executor=config.executor_backend,

@@ -132,7 +132,7 @@ def read_families() -> dict[str, Family]:
     families["MPTForCausalLM"].add_checkpoint("MPTForCausalLM", mosaic)
     for architecture in ("NewModel", "NewForSequenceClassification"):  # transformers has no class of their names
         families[architecture].add_checkpoint(architecture, NEW | {"architectures": [architecture]})
-    for architecture in ("JinaBertModel", "JinaBertForMaskedLM"):
+    for architecture in ("JinaBertModel", "JinaBertForMaskedLM", "JinaBertForSequenceClassification"):
         families[architecture].add_checkpoint(architecture, JINA_BERT | {"architectures": [architecture]})
         families[architecture].add_checkpoint(architecture, JINA_BERT_QK_NORM | {"architectures": [architecture]})
     return families

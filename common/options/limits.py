@@ -40,6 +40,9 @@ class Limits:
     logprobs: int = option(
         2**17, _positive_count, "log-probabilities of a request: (logprobs + 1) times tokens, over all choices"
     )
+    token_vector_numbers: int = option(
+        2**23, _positive_count, "numbers in the vectors of a request's tokens (task token_embed)"
+    )
     stop_strings: int = option(128, _positive_count, "stop strings")
     stop_characters: int = option(1024, _positive_count, "characters of a stop string or bad word")
     bad_words: int = option(256, _positive_count, "bad words")

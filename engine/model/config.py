@@ -99,6 +99,12 @@ class ConfigReader:
         places = [self._values.get("_name_or_path"), *(auto_map.values() if isinstance(auto_map, Mapping) else ())]
         return any(str(place).partition("--")[0] == repository for place in places)
 
+    def names_code_class(self, name: str) -> bool:
+        """Whether `auto_map` names a class of this name in the code that the checkpoint brings."""
+        auto_map = self._values.get("auto_map")
+        classes = auto_map.values() if isinstance(auto_map, Mapping) else ()
+        return any(str(place).rpartition(".")[2] == name for place in classes)
+
     def set_defaults(self, **values: object) -> None:
         """Set defaults of keys that are missing in the file."""
         self._values = values | self._values

@@ -1,4 +1,5 @@
-"""The pooler: converts the hidden states of a prompt to one vector, an embedding or the logits of a classifier."""
+"""The pooler: converts the hidden states of a prompt to one vector, an embedding or the logits of a classifier, or to
+a vector of each token."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ class Pooler:
     layers: Sequence[Forward]
     normalize: bool
 
-    def select(self, prompt: range) -> range:
-        """Select the rows of a prompt that the vector depends on. prompt: rows of the whole prompt, or of its last
-        chunk if the only pooling type is "last"."""
+    def select(self, prompt: range, pools_tokens: bool) -> range:
+        """Select the rows of a prompt that its vectors depend on. prompt: rows of the whole prompt, or of its last
+        chunk if the only pooling type is "last", or of any chunk with `pools_tokens`."""
         match self.pooling_types:
+            case _ if pools_tokens:
+                return prompt
             case ("cls",):
                 return prompt[:1]
             case ("last",):
@@ -34,14 +37,29 @@ class Pooler:
             case _:
                 return prompt
 
-    def compute(self, prompts: Sequence[Tensor]) -> list[Tensor]:
+    def compute(self, prompts: Sequence[Tensor], pools_tokens: Sequence[bool]) -> list[Tensor]:
         """prompts: the selected hidden states of each prompt, (rows, hidden_size) of the model's dtype, before the
-        final norm. Returns their vectors, float32."""
+        final norm. Returns the vector of each, (size,) of float32; with `pools_tokens` one of each row, not scaled,
+        (rows, size)."""
+        whole = [hidden for hidden, is_by_token in zip(prompts, pools_tokens, strict=True) if not is_by_token]
+        vectors = iter(self._compute_of_prompts(whole) if whole else ())
+        return [
+            self._compute_of_tokens(hidden) if is_by_token else next(vectors)
+            for hidden, is_by_token in zip(prompts, pools_tokens, strict=True)
+        ]
+
+    def _compute_of_prompts(self, prompts: Sequence[Tensor]) -> Tensor:
+        """Returns (prompts, size)."""
         vectors = torch.stack([self._pool(hidden) for hidden in prompts])
         for layer in self.layers:
             vectors = layer(vectors)
         vectors = vectors.float()
-        return list(functional.normalize(vectors) if self.normalize else vectors)
+        return functional.normalize(vectors) if self.normalize else vectors
+
+    def _compute_of_tokens(self, hidden: Tensor) -> Tensor:
+        for step in (*self.final_norm, *self.layers):
+            hidden = step(hidden)
+        return hidden.float()
 
     def _pool(self, hidden: Tensor) -> Tensor:
         """(rows, hidden_size) -> (pooling types * hidden_size,)"""

@@ -57,6 +57,16 @@ def find_vector_size(spec: ModelSpec | PretrainedSpec) -> int:
     return pooler.vector_size(spec.hidden_size) if pooler is not None and isinstance(spec, ModelSpec) else 0
 
 
+def find_token_vector_size(spec: ModelSpec | PretrainedSpec) -> int:
+    """Numbers of the vector of a token; 0 if the model returns none, or if its layers read several poolings."""
+    pooler = _pooler_of(spec)
+    if pooler is None or pooler.is_classifier or not isinstance(spec, ModelSpec):
+        return 0
+    if not pooler.layers:
+        return spec.hidden_size
+    return pooler.layers[-1].outputs if len(pooler.pooling_types) == 1 else 0
+
+
 def _pooler_of(spec: ModelSpec | PretrainedSpec) -> PoolerSpec | None:
     return spec.pooler if isinstance(spec, ModelSpec) else None
 

@@ -32,6 +32,7 @@ from serve_llm.engine.model.families import (
     granite_moe,
     gte,
     jina,
+    jina_reranker,
     llama,
     llama4,
     mistral,
@@ -169,7 +170,9 @@ FAMILIES: dict[str, Read] = {
     "RobertaForSequenceClassification": bert.read_roberta("RobertaForSequenceClassification"),
     "XLMRobertaModel": bert.read_roberta("XLMRobertaModel"),
     "XLMRobertaForMaskedLM": bert.read_roberta("XLMRobertaForMaskedLM"),
-    "XLMRobertaForSequenceClassification": bert.read_roberta("XLMRobertaForSequenceClassification"),
+    "XLMRobertaForSequenceClassification": jina_reranker.read_xlm_roberta_classifier(
+        "XLMRobertaForSequenceClassification"
+    ),
     "ModernBertModel": modernbert.read_modernbert("ModernBertModel"),
     "ModernBertForMaskedLM": modernbert.read_modernbert("ModernBertForMaskedLM"),
     "ModernBertForSequenceClassification": modernbert.read_modernbert("ModernBertForSequenceClassification"),
@@ -182,6 +185,7 @@ FAMILIES: dict[str, Read] = {
     "NewForSequenceClassification": gte.read_gte("NewForSequenceClassification", "new"),
     "JinaBertModel": jina.read_jina_bert("JinaBertModel"),
     "JinaBertForMaskedLM": jina.read_jina_bert("JinaBertForMaskedLM"),
+    "JinaBertForSequenceClassification": jina.read_jina_bert("JinaBertForSequenceClassification"),
     "JinaEmbeddingsV3Model": jina.read_jina_v3("JinaEmbeddingsV3Model"),
     "JinaEmbeddingsV3ForMaskedLM": jina.read_jina_v3("JinaEmbeddingsV3ForMaskedLM"),
     "JinaEmbeddingsV3ForSequenceClassification": jina.read_jina_v3("JinaEmbeddingsV3ForSequenceClassification"),

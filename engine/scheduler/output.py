@@ -27,6 +27,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None  # None if they were delivered before a preemption
     uses_long_rope: bool = False  # see `Sequence`
     pooling: bool = False  # return the prompt's vector
+    pools_tokens: bool = False  # return a vector of each token of the prompt
     second_text_start: int | None = None  # see `Request`
     adapter: Adapter | None = None  # to be loaded into `adapter_slot` for this step
     adapter_slot: int | None = None
@@ -89,7 +90,7 @@ class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     token_id: int | None = None  # set if a token was to be sampled
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 .., if the request wants them
-    vector: bytes | None = None  # if a pooling request's prompt ends with this chunk; see `Output`
+    vector: bytes | None = None  # vector of the prompt that ends here, or those of its tokens; see `Output`
     accepted_ids: tuple[int, ...] = ()  # drafts that equal the ids sampled there; token_id comes after them
     known_logprobs: tuple[TokenLogprobs, ...] = ()  # for accepted_ids, or positions logprobs_start+1 .. before token_id
     forced_ids: tuple[int, ...] = ()  # forced after token_id by the grammar; the structured output manager adds them

@@ -83,19 +83,23 @@ class TokenBudget:
     Tracks the tokens per second of large steps and aims at `target_seconds` per step. From the time that many prompts
     wait until none does, the target is up to four times as long, because requests that start late in a burst continue
     after the others have ended, in small batches that take as long as large ones. While batches fill the pauses of
-    other requests, the target is a sixth, because the next such request waits for the end of a step. The budget affects
-    only the timing of results.
+    other requests, a step takes as long as the decode steps of these requests did, and at most a sixth of the target:
+    the next such request waits for the end of a step, as it would behind another request. The budget affects only the
+    timing of results.
     """
 
     SMALLEST = 64  # tokens; a smaller step is mostly fixed cost
     MANY_WAITING = 4  # waiting prompts above which steps grow
     FEW = 16  # minimum tokens of a step in such a pause
+    FEW_WITHOUT_TARGET = 256  # the same on a GPU, where fewer take as long
 
     def __init__(self, limit: int, target_seconds: float | None) -> None:
         """limit: maximum number of tokens in a step. target_seconds: None to always use `limit`."""
         self._limit = limit
         self._target = target_seconds
         self._tokens_per_second: float | None = None
+        self._decode_seconds: float | None = None  # duration of a decode step while requests other than batches run
+        self._tokens_per_second_in_pause: float | None = None
         self._stretch = 1.0  # factor on the target
 
     @property
@@ -106,15 +110,37 @@ class TokenBudget:
     def next(self, num_running: int = 0, num_waiting: int = 0, in_pause: bool = False) -> int:
         """num_running: sequences that get one token each at any speed, besides SMALLEST prompt tokens. num_waiting:
         sequences not admitted yet. in_pause: only batches run, and other requests are expected."""
-        if self._target is None:
-            return self._limit
         previous = self._stretch if num_waiting else 1.0
         self._stretch = max(previous, min(4.0, num_waiting / self.MANY_WAITING))
         speed = self._tokens_per_second
         if in_pause and speed is not None:
-            return min(self._limit, max(self.FEW, int(self._target / 6 * speed)))
+            return self._choose_in_pause(self._tokens_per_second_in_pause or speed)
+        if self._target is None:
+            return self._limit
         wanted = 512 if speed is None else int(self._stretch * self._target * speed)
         return min(self._limit, max(self.SMALLEST + num_running, wanted))
+
+    def _choose_in_pause(self, speed: float) -> int:
+        limits = [] if self._target is None else [self._target / 6]
+        if self._decode_seconds is not None:
+            limits.append(self._decode_seconds)
+        if not limits:
+            return self._limit
+        fewest = self.FEW_WITHOUT_TARGET if self._target is None else self.FEW
+        return min(self._limit, max(fewest, int(min(limits) * speed)))
+
+    def observe_decode(self, seconds: float) -> None:
+        """Record a decode step that ran while there were requests other than batches."""
+        old = self._decode_seconds
+        self._decode_seconds = seconds if old is None else 0.9 * old + 0.1 * seconds
+
+    def observe_in_pause(self, num_tokens: int, seconds: float) -> None:
+        """Record a step of batches in a pause, whose rows take longer than a prompt's tokens."""
+        if seconds <= 0:
+            return
+        speed = num_tokens / seconds
+        old = self._tokens_per_second_in_pause
+        self._tokens_per_second_in_pause = speed if old is None else 0.7 * old + 0.3 * speed
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         if num_tokens < min(self.SMALLEST, self._limit) or seconds <= 0:

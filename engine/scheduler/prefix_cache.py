@@ -66,7 +66,7 @@ class PrefixCache:
         return self._pool.find(key) is not None or (self._offload is not None and self._offload.is_in_reach(key))
 
     def _find(self, sequence: Sequence, is_known: Callable[[BlockKey], bool]) -> int:
-        if not self._enabled or sequence.wants_prompt_logprobs:
+        if not self._enabled or sequence.needs_whole_prompt:
             return 0
         hit = (sequence.num_delivered - 1) // self._hit_step * self._hit_step
         for index, group in enumerate(self._groups):
@@ -161,7 +161,7 @@ class PrefixCache:
         if self.is_being_computed(sequence, hit):
             return True
         offload = self._offload
-        if not self._enabled or sequence.wants_prompt_logprobs or offload is None or offload.store is None:
+        if not self._enabled or sequence.needs_whole_prompt or offload is None or offload.store is None:
             return False
         if sequence.stored_keys is None:
             sequence.stored_keys = self._start_reads(offload, sequence, hit)
@@ -188,7 +188,7 @@ class PrefixCache:
 
     def is_being_computed(self, sequence: Sequence, hit: int) -> bool:
         """Whether a running sequence will compute the block after the hit."""
-        if not self._enabled or sequence.wants_prompt_logprobs:
+        if not self._enabled or sequence.needs_whole_prompt:
             return False
         size = self._groups[0].block_size
         index = hit // size

@@ -23,6 +23,8 @@ def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> 
         )
     if result.prompt_logprobs is not None:
         sequence.prompt_logprobs.extend(result.prompt_logprobs)
+    if result.vector is not None:
+        sequence.vectors.append(result.vector)
     if result.token_id is not None:
         sequence.end_reason = _append_ids(sequence, result, max_model_len)
     elif sequence.sampling.max_tokens == 0:
@@ -59,7 +61,8 @@ def _build_output(sequence: Sequence, result: RunnerOutput) -> Output:
         new_ids = new_ids[: len(logprobs)]
         logprobs = logprobs[: len(new_ids)]  # an accepted draft may end the request
     sequence.num_delivered += len(new_ids)
-    output = Output(id=sequence.request.id, token_ids=new_ids, logprobs=logprobs, vector=result.vector)
+    vector = b"".join(sequence.vectors) if sequence.request.pooling else None
+    output = Output(id=sequence.request.id, token_ids=new_ids, logprobs=logprobs, vector=vector)
     if sequence.num_delivered == len(sequence.token_ids):
         output.finish_reason = sequence.end_reason
         if output.finish_reason is FinishReason.STOP and not result.ends_text and result.token_id is not None:

@@ -71,6 +71,7 @@ class Sequence:
         "token_ids",
         "unsent_blocks",
         "uses_long_rope",
+        "vectors",
     )
 
     def __init__(
@@ -102,6 +103,7 @@ class Sequence:
         self.num_preemptions = 0  # since its last output
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.are_prompt_logprobs_sent = False
+        self.vectors: list[bytes] = []  # results of the prompt's chunks, if it is a pooling request
         self.num_delivered = len(self.token_ids)  # prompt ids, and output ids that have been sent
         self.end_reason: FinishReason | None = None  # set with the last id, which may still lack its logprobs
         self.groups = groups
@@ -178,6 +180,11 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and not self.are_prompt_logprobs_sent
 
     @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether each token of the prompt has a result of its own, so that a cached prefix is of no use."""
+        return self.wants_prompt_logprobs or self.request.pools_tokens
+
+    @property
     def must_switch_rope(self) -> bool:
         """Whether the next token needs the long RoPE factors, so that everything before it must be recomputed."""
         if self._long_rope_threshold is None or self.uses_long_rope:
@@ -219,6 +226,7 @@ class Sequence:
         self.num_computed = 0
         self.num_scheduled = 0
         self.prompt_logprobs = []
+        self.vectors = []
         self.stored_keys = None
 
     def pop_blocks_outside_windows(self) -> list[int]:
@@ -269,6 +277,7 @@ class Sequence:
             prompt_logprobs=self.sampling.prompt_logprobs if self.wants_prompt_logprobs else None,
             uses_long_rope=self.uses_long_rope,
             pooling=self.request.pooling,
+            pools_tokens=self.request.pools_tokens,
             second_text_start=self.request.second_text_start,
             adapter=self.request.adapter,
             adapter_slot=self.adapter_slot,

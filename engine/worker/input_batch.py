@@ -38,6 +38,7 @@ class RequestState:
     later_ids: Ints  # the known ids after the prompt, and space for later ones; a view
     prompt_logprobs: int | None
     pooling: bool
+    pools_tokens: bool
     second_text_start: int | None
     adapter_slot: int | None = None
 
@@ -163,6 +164,7 @@ class InputBatch:
                 self._token_ids[index, new.num_prompt :],
                 new.prompt_logprobs,
                 new.pooling,
+                new.pools_tokens,
                 new.second_text_start,
                 new.adapter_slot,
             )

@@ -287,17 +287,17 @@ class Runner:
         return None
 
     def _wants_vector(self, chunk: ScheduledTokens) -> bool:
-        """Whether the chunk ends the prompt of a pooling request."""
+        """Whether the chunk ends the prompt of a pooling request, or that wants vectors of its tokens."""
         request = self._input_batch[chunk.req_index]
-        return request.pooling and chunk.start + chunk.count == request.num_prompt
+        return request.pooling and (request.pools_tokens or chunk.start + chunk.count == request.num_prompt)
 
     def _select_rows(self, scheduled: Sequence[ScheduledTokens], inputs: StepInputs) -> tuple[Tensor | None, list[int]]:
         """Select the tokens whose hidden states are needed, at least one; None: all. Also returns where each chunk
         begins among them.
 
         A chunk with prompt logprobs needs all its tokens, one with log-probabilities of known ids those from
-        `logprobs_start` on, one that ends a pooling prompt those that the pooler selects, and any other only those
-        after which an id is sampled.
+        `logprobs_start` on, one that ends a pooling prompt those that the pooler selects or all, and any other only
+        those after which an id is sampled.
         """
         rows: list[int] = []
         starts = [0]
@@ -308,7 +308,7 @@ class Runner:
                 rows += range(first + chunk.logprobs_start - chunk.start, end)
             elif self._wants_vector(chunk):
                 assert self._decoder.pooler is not None
-                rows += self._decoder.pooler.select(range(first, end))
+                rows += self._decoder.pooler.select(range(first, end), self._input_batch[chunk.req_index].pools_tokens)
             else:
                 rows += range(end - chunk.num_samples, end)
             starts.append(len(rows))
@@ -319,16 +319,16 @@ class Runner:
     def _compute_vectors(
         self, scheduled: Sequence[ScheduledTokens], starts: Sequence[int], hidden: Tensor
     ) -> dict[int, Tensor]:
-        """Compute the vectors of pooling prompts that end in this step, by index in `scheduled`; none on ranks without
-        output.
+        """Compute the vectors of pooling requests, by index in `scheduled`; none on ranks without output.
 
         starts: from `_select_rows`."""
         pooled = [index for index, chunk in enumerate(scheduled) if self._wants_vector(chunk)]
         if not pooled or not self._shard.is_output:
             return {}
         assert self._decoder.pooler is not None
-        vectors = self._decoder.pooler.compute([hidden[starts[index] : starts[index + 1]] for index in pooled])
-        return dict(zip(pooled, vectors, strict=True))
+        pools_tokens = [self._input_batch[scheduled[index].req_index].pools_tokens for index in pooled]
+        rows = [hidden[starts[index] : starts[index + 1]] for index in pooled]
+        return dict(zip(pooled, self._decoder.pooler.compute(rows, pools_tokens), strict=True))
 
     def _add_known_logprobs(
         self,

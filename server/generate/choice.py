@@ -85,6 +85,7 @@ class Choice:
             adapter=request.adapter,
             tenant=generation.tenant,
             pooling=request.pooling,
+            pools_tokens=request.pools_tokens,
             second_text_start=None if request.second_text_starts is None else request.second_text_starts[prompt],
         )
         self._generation = generation

@@ -48,6 +48,7 @@ class Pool(msgspec.Struct, kw_only=True):
     dimensions: int | None = None  # cut embeddings to this size
     is_scaled: bool = False  # scale embeddings to length 1
     activate: bool = True  # logits become probabilities
+    token_vector_size: int = 0  # numbers of the vector of each token; 0: each text has one vector
     pairs: list[tuple[int, int]] = []  # indices of the prompts whose embeddings are compared; empty: of a cross-encoder
     documents: list[str] | None = None  # to be repeated in the reply
     top_n: int = 0  # 0: all
@@ -84,8 +85,11 @@ def pool(content: bytes, context: Context) -> Pool:
     body, ignored = _parse(PoolingRequest, content, context)
     if context.facts.pooling_task == "none":
         raise Unsupported(SERVED["none"])
+    if body.task == "token_embed" and context.facts.token_vector_size:
+        return _build_token_vectors(body, context, ignored)
     if body.task not in (None, context.facts.pooling_task):
-        raise Unsupported(f"task must be {context.facts.pooling_task} with this model", "task")
+        others = " or token_embed" if context.facts.token_vector_size else ""
+        raise Unsupported(f"task must be {context.facts.pooling_task}{others} with this model", "task")
     return _build_vectors(body, context, ignored)
 
 
@@ -272,6 +276,34 @@ def _build_vectors(body: EmbeddingRequest | PoolingRequest, context: Context, ig
         model=name,
         activate=is_classifier and bool(body.use_activation),
         is_scaled=not is_classifier and body.scales_vectors(context.model.vectors.has_unit_length),
+        base64=body.encoding_format == "base64",
+        dimensions=body.dimensions,
+        request_id=body.request_id or "",
+        ignored_fields=ignored,
+    )
+
+
+def _build_token_vectors(body: PoolingRequest, context: Context, ignored: list[str]) -> Pool:
+    size = context.facts.token_vector_size
+    body.check(context.limits)
+    name = context.model.check_name(body.model)
+    if body.dimensions != size:
+        _check_dimensions(body.dimensions, context)
+    request = _prepare_inputs(body, context)
+    request.pools_tokens = True
+    num_numbers = size * sum(map(len, request.prompts))
+    if num_numbers > context.limits.token_vector_numbers:
+        raise InvalidRequest(
+            f"the vectors of all tokens have {num_numbers} numbers, more than {context.limits.token_vector_numbers}: "
+            "send fewer or shorter texts",
+            "input",
+        )
+    return Pool(
+        request=request,
+        model=name,
+        activate=False,
+        token_vector_size=size,
+        is_scaled=body.scales_vectors(has_unit_length=False, default=True),
         base64=body.encoding_format == "base64",
         dimensions=body.dimensions,
         request_id=body.request_id or "",

@@ -49,6 +49,8 @@ def build_cohere_embeddings(
 
 
 def build_pooled(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
+    if pool.token_vector_size:
+        return _list_token_vectors(vectors, pool, meta)
     if pool.activate:
         vectors = [array("f", compute_probabilities(vector, settings.activation)).tobytes() for vector in vectors]
     entries = (
@@ -166,9 +168,46 @@ def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:
     return _encode_base64(numbers) if pool.base64 else numbers.tolist()
 
 
-def _list_entries(entries: Iterable[Mapping[str, object]], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:
+def _list_token_vectors(vectors: Sequence[bytes], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:
+    """vectors: those of all tokens of each text."""
+    yield _begin_list(pool, meta)
+    row_bytes = 4 * pool.token_vector_size
+    for index, vector in enumerate(vectors):
+        yield b'%s{"object":"pooling","index":%d,"data":' % (b"," if index else b"", index)
+        rows = (
+            cut_vector(vector[start : start + row_bytes], pool.dimensions, is_scaled=pool.is_scaled)
+            for start in range(0, len(vector), row_bytes)
+        )
+        yield from _encode_rows_as_base64(rows) if pool.base64 else _encode_rows(rows)
+        yield b"}"
+    yield b"]}"
+
+
+def _encode_rows(rows: Iterable[array[float]]) -> Iterator[bytes]:
+    for number, row in enumerate(rows):
+        yield (b"," if number else b"[") + msgspec.json.encode(row.tolist())
+    yield b"]"
+
+
+def _encode_rows_as_base64(rows: Iterable[array[float]]) -> Iterator[bytes]:
+    """One text of all rows."""
+    yield b'"'
+    rest = b""
+    for row in rows:
+        rest += row.tobytes()
+        end = len(rest) // 3 * 3
+        yield base64.b64encode(rest[:end])
+        rest = rest[end:]
+    yield base64.b64encode(rest) + b'"'
+
+
+def _begin_list(pool: Pool, meta: ResponseMeta) -> bytes:
     head = {"id": meta.id, "object": "list", "created": meta.created, "model": meta.model, "usage": _count_usage(pool)}
-    yield msgspec.json.encode(head)[:-1] + b',"data":['
+    return msgspec.json.encode(head)[:-1] + b',"data":['
+
+
+def _list_entries(entries: Iterable[Mapping[str, object]], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:
+    yield _begin_list(pool, meta)
     for index, entry in enumerate(entries):
         yield (b"," if index else b"") + msgspec.json.encode(entry)
     yield b"]}"

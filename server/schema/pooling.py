@@ -146,7 +146,7 @@ class VectorFormat(PoolingBody):
     use_activation: bool | None = Field(default=None, description="Another name of normalize.")
     input_type: Ignored = Field(default=None, description="No effect: the client adds the prompt of a query itself.")
 
-    def scales_vectors(self, has_unit_length: bool) -> bool:
+    def scales_vectors(self, has_unit_length: bool, default: bool = False) -> bool:
         """Whether embeddings are to be scaled to length 1. has_unit_length: they are already. Raises InvalidRequest,
         Unsupported."""
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
@@ -155,7 +155,7 @@ class VectorFormat(PoolingBody):
         wanted = getattr(self, name)
         if wanted is False and has_unit_length:
             raise Unsupported(f"{name}: false is not supported: the embeddings of this model have length 1", name)
-        return bool(wanted) and not has_unit_length
+        return (default if wanted is None else wanted) and not has_unit_length
 
 
 class EmbeddingRequest(VectorFormat, InputBody):
@@ -163,9 +163,13 @@ class EmbeddingRequest(VectorFormat, InputBody):
 
 
 class PoolingRequest(VectorFormat, InputBody):
-    """The vectors as the model computes them: embeddings, or the logits of a classifier."""
+    """The vectors as the model computes them: embeddings of texts or tokens, or the logits of a classifier."""
 
-    task: str | None = Field(default=None, description="Refused if it is not what the model does: embed or classify.")
+    task: str | None = Field(
+        default=None,
+        description="embed or classify, whichever the model does, as when absent; with an embedding model also "
+        "token_embed: a vector of each token, of length 1 unless normalize is false.",
+    )
     use_activation: bool | None = Field(
         default=None, description="A classifier's probabilities instead of logits; for embeddings as normalize."
     )
@@ -307,7 +311,7 @@ class EmbeddingReply(PoolingReply):
 class PooledVector(BaseModel):
     object: Literal["pooling"]
     index: int
-    data: list[float] | str
+    data: list[float] | list[list[float]] | str
 
 
 class PooledVectorReply(PoolingReply):

@@ -1,10 +1,10 @@
 """What interactive requests feel of a stored batch: their latencies beside one and without, in turns.
 
-Run on a quiet machine: PYTHONPATH=tests python -m bench.batches [--model demo] [--requests 100] [--turns 3]
+Run on a quiet machine: PYTHONPATH=tests python -m bench.batches [--model demo] [--rate 2] [--requests 40] [--turns 10]
 
-One client sends a request, waits for its answer, and sends the next after a short random pause, so that the batch gets
-the engine in between. Beside it runs a batch of requests of the same lengths, cancelled at the end of each turn. Prints
-medians and 99th percentiles, then one JSON line.
+Requests arrive at random times with a fixed mean rate, whether or not earlier ones are answered. In every second phase
+a batch runs beside them, which is cancelled at its end. Prints the median and the 99th percentile of all requests of
+each kind, the ratio, and the quartiles of the turns' own ratios; then one JSON line.
 """
 
 from __future__ import annotations
@@ -14,34 +14,43 @@ import asyncio
 import json
 import random
 import shlex
+import statistics
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
-from bench.load import Target
+from bench.load import Result, Target, positive, summarise
 from bench.model import IDS, model_folder
 from bench.servers import SERVE_LLM, named, running, stop_on_signals
-from bench.workloads import percentile
+from bench.workloads import Workload, poisson_arrivals
 from serve_llm.cli.bench.client import TimedReply
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
-PAUSE_SECONDS = 0.2  # the longest
-BATCH_LINES = 5000
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32  # of an interactive request
+BATCH_LINES, BATCH_PROMPT_TOKENS, BATCH_OUTPUT_TOKENS = 5000, 256, 64
 QUIET, BESIDE = "quiet", "beside a batch"
+FIGURES = {
+    "first token p50": "ttft_p50",
+    "first token p99": "ttft_p99",
+    "between tokens p50": "itl_p50",
+    "between tokens p99": "itl_p99",
+}
 
 
-async def ask(url: str, num_requests: int, seed: int) -> list[TimedReply]:
+async def ask(url: str, workload: Workload, turn: int, rate: float) -> list[TimedReply]:
+    """Send the workload's requests, `rate` of them per second."""
     target = Target(url, None)
-    chooser = random.Random(seed)
-    replies = []
-    for _ in range(num_requests):
-        await asyncio.sleep(chooser.random() * PAUSE_SECONDS)
-        prompt = [chooser.choice(IDS) for _ in range(PROMPT_TOKENS)]
-        replies.append(await target.complete(prompt, OUTPUT_TOKENS))
-    return replies
+    began = time.perf_counter()
+
+    async def arrive(prompt: list[int], after: float) -> TimedReply:
+        await asyncio.sleep(began + after - time.perf_counter())
+        return await target.complete(prompt, workload.output_tokens)
+
+    arrivals = poisson_arrivals(rate, workload.requests, turn)
+    return await asyncio.gather(*map(arrive, workload.prompts(turn, IDS), arrivals))
 
 
 def call(url: str, content: bytes | None, kind: str = "application/json") -> dict[str, object]:
@@ -53,11 +62,11 @@ def call(url: str, content: bytes | None, kind: str = "application/json") -> dic
 def start_batch(url: str, seed: int) -> str:
     """Its id, once it answers requests."""
     chooser = random.Random(seed)
-    body = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+    body = {"max_tokens": BATCH_OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": prompt}}
         for number in range(BATCH_LINES)
-        for prompt in [[chooser.choice(IDS) for _ in range(PROMPT_TOKENS)]]
+        for prompt in [chooser.choices(IDS, k=BATCH_PROMPT_TOKENS)]
     ]
     parts = (("purpose", "", "batch"), ("file", '; filename="in.jsonl"', "\n".join(map(json.dumps, lines))))
     form = "".join(
@@ -84,45 +93,53 @@ def end_batch(url: str, batch_id: str) -> None:
         time.sleep(0.1)
 
 
-def summarise(replies: list[TimedReply]) -> dict[str, float]:
+def find_percentiles(replies: Sequence[TimedReply]) -> dict[str, float]:
     """In ms."""
-    whole = [reply.times[-1] - reply.began for reply in replies]
-    first = [reply.times[0] - reply.began for reply in replies]
-    later = [(reply.times[-1] - reply.times[0]) / (OUTPUT_TOKENS - 1) for reply in replies]
-    return {
-        f"{name} p{share}": 1000 * percentile(values, share / 100)
-        for name, values in (("request", whole), ("first token", first), ("token", later))
-        for share in (50, 99)
-    }
+    result: Result = summarise(replies, 1.0, OUTPUT_TOKENS, 0.0)
+    assert not result.errors and not result.short, result
+    return {name: 1000 * getattr(result, field) for name, field in FIGURES.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: the 0.5B shape with random weights")
-    parser.add_argument("--requests", type=int, default=100, help="in each turn, with and without")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rate", type=positive, default=2.0, help="interactive requests per second")
+    parser.add_argument("--requests", type=int, default=40, help="in each turn, with and without")
+    parser.add_argument("--turns", type=int, default=10)
     given = parser.parse_args()
     stop_on_signals()
     model = given.model or str(model_folder())
-    replies: dict[str, list[TimedReply]] = {QUIET: [], BESIDE: []}
+    workload = Workload("interactive", 0, PROMPT_TOKENS, OUTPUT_TOKENS, given.requests)
+    turns: dict[str, list[list[TimedReply]]] = {QUIET: [], BESIDE: []}
     rates = []
     with tempfile.TemporaryDirectory() as work:
         command = f"{shlex.quote(SERVE_LLM)} {{model}} --port {{port}} --batches-dir {Path(work) / 'batches'}"
         with running(named(f"serve-llm={command}", model)) as server:
-            uvloop.run(ask(server.url, 5, 999))
+            uvloop.run(ask(server.url, workload, -1, given.rate))
             for turn in range(given.turns):
-                replies[QUIET] += uvloop.run(ask(server.url, given.requests, turn))
+                turns[QUIET].append(uvloop.run(ask(server.url, workload, 2 * turn, given.rate)))
                 batch_id = start_batch(server.url, turn)
                 before = count_done(server.url, batch_id), time.perf_counter()
-                replies[BESIDE] += uvloop.run(ask(server.url, given.requests, 100 + turn))
+                turns[BESIDE].append(uvloop.run(ask(server.url, workload, 2 * turn + 1, given.rate)))
                 rates.append((count_done(server.url, batch_id) - before[0]) / (time.perf_counter() - before[1]))
                 end_batch(server.url, batch_id)
-    found = {kind: summarise(answered) for kind, answered in replies.items()}
-    for name in found[QUIET]:
-        quiet, beside = found[QUIET][name], found[BESIDE][name]
-        print(f"{name:20}{quiet:10.1f} ms{beside:10.1f} ms beside a batch{beside / quiet:8.2f} x")
-    print(f"lines of the batch per second: {', '.join(f'{rate:.1f}' for rate in rates)}")
-    print(json.dumps({"ms": found, "batch_lines_per_second": rates}))
+    report(turns, rates)
+
+
+def report(turns: dict[str, list[list[TimedReply]]], rates: Sequence[float]) -> None:
+    """turns: replies of each turn. rates: answered lines of the batch per second, of each turn."""
+    pooled = {kind: find_percentiles([reply for one in every for reply in one]) for kind, every in turns.items()}
+    alone, beside = ([find_percentiles(one) for one in turns[kind]] for kind in (QUIET, BESIDE))
+    ratios = {name: [b[name] / a[name] for a, b in zip(alone, beside, strict=True)] for name in FIGURES}
+    for name, found in ratios.items():
+        before, after = pooled[QUIET][name], pooled[BESIDE][name]
+        low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
+        print(
+            f"{name:20}{before:9.1f} ms{after:9.1f} ms beside a batch{after / before:7.2f} x   "
+            f"of a turn {middle:.2f} ({low:.2f}-{high:.2f})"
+        )
+    print(f"lines of the batch per second: {statistics.median(rates):.2f}")
+    print(json.dumps({"ms": pooled, "ratios": ratios, "batch_lines_per_second": rates}))
 
 
 if __name__ == "__main__":

@@ -131,3 +131,29 @@ def test_equals_the_definition(prefix: str, tensor: int, has_qk_norm: bool, tmp_
     for number, ids in enumerate(prompts):
         expected = functional.normalize(compute_hidden(weights, ids, has_qk_norm).mean(0), dim=0)
         torch.testing.assert_close(functional.normalize(found[number], dim=0), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("has_qk_norm", [False, True])
+def test_classifier_equals_the_definition(has_qk_norm: bool, tensor: int, tmp_path: Path) -> None:
+    weights = make_weights(has_qk_norm)
+    generator = torch.Generator().manual_seed(4)
+    dense, out = (torch.randn(rows, WIDTH, generator=generator) * 0.2 for rows in (WIDTH, 1))
+    bias = torch.randn(WIDTH, generator=generator)
+    head = {
+        "bert.pooler.dense.weight": dense,
+        "bert.pooler.dense.bias": bias,
+        "classifier.weight": out,
+        "classifier.bias": torch.ones(1),
+    }
+    save_file({f"bert.{name}": weight for name, weight in weights.items()} | head, tmp_path / "model.safetensors")
+    config = {**(QK_NORM_CONFIG if has_qk_norm else CONFIG), "num_labels": 1}
+    config["architectures"] = ["JinaBertForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [[(7 * number + length) % 331 for number in range(length)] for length in (1, 2, 17, 40)]
+    engine = make_engine(tmp_path, tensor=tensor)
+    found = compute_vectors(engine, [pooling_request(number, ids) for number, ids in enumerate(prompts)])
+    for number, ids in enumerate(prompts):
+        first = compute_hidden(weights, ids, has_qk_norm)[0]
+        expected = functional.linear(torch.tanh(functional.linear(first, dense, bias)), out, torch.ones(1))
+        torch.testing.assert_close(found[number], expected, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from serve_llm.common.types import FinishReason
+from serve_llm.common.types import LOWEST_PRIORITY, FinishReason
+from serve_llm.engine.loop import EngineCore
 from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.pooled import (
@@ -223,3 +224,52 @@ class TestEncoders:
             assert len(compute_vectors(engine, requests)) == len(chosen)
         num_tokens = sum(map(len, chosen))
         assert (num_tokens, pooled_config_of("BertModel")["hidden_size"]) not in recorder.shapes
+
+
+class TestTokens:
+    """A vector of each token."""
+
+    def check(self, engine: EngineCore, chosen: list[list[int]], expected: list[Tensor]) -> None:
+        requests = [pooling_request(n, ids, pools_tokens=True) for n, ids in enumerate(chosen)]
+        found = compute_vectors(engine, [*requests, pooling_request(100, chosen[3])])
+        assert len(found.pop(100)) == expected[3].shape[1], "one vector beside them"
+        check({number: vector.view_as(expected[number]) for number, vector in found.items()}, expected)
+
+    @pytest.mark.parametrize("tensor", mostly_slow([1, 2], [2]))
+    @pytest.mark.parametrize("architecture", ["Qwen3Model", "LlamaModel"])
+    def test_of_decoders_in_chunks(self, architecture: str, tensor: int, tmp_path: Path) -> None:
+        chosen = prompts(make_pooled_checkpoint(tmp_path, architecture))
+        chosen.append(chosen[-1])  # whose blocks are cached
+        engine = make_engine(tmp_path, tensor=tensor, block_size=8, max_num_batched_tokens=24)
+        expected = [reference_hidden(tmp_path, architecture, ids) for ids in chosen]
+        for _ in range(2):
+            self.check(engine, chosen, expected)
+
+    def test_of_a_prompt_that_is_preempted(self, tmp_path: Path) -> None:
+        chosen = prompts(make_pooled_checkpoint(tmp_path, "Qwen3Model"))
+        engine = make_engine(tmp_path, max_num_seqs=1, max_num_batched_tokens=24)
+        engine.add_requests([pooling_request(0, chosen[-1], pools_tokens=True, priority=LOWEST_PRIORITY)])
+        engine.step()
+        found = compute_vectors(engine, [pooling_request(1, chosen[0])])
+        assert engine.scheduler.stats().num_preemptions > 0
+        expected = reference_hidden(tmp_path, "Qwen3Model", chosen[-1])
+        check({0: found[0].view_as(expected)}, [expected])
+
+    @pytest.mark.parametrize("tensor", mostly_slow([1, 2], [2]))
+    @pytest.mark.parametrize("architecture", ["BertModel", "XLMRobertaModel", "ModernBertModel", "Gemma3TextModel"])
+    def test_of_encoders(self, architecture: str, tensor: int, tmp_path: Path) -> None:
+        vocab_size = make_pooled_checkpoint(tmp_path, architecture, std=0.1)
+        chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
+        options = {"max_model_len": 64, "max_num_batched_tokens": 64, "pooling_type": "mean"}
+        engine = make_engine(tmp_path, tensor=tensor, **options)
+        self.check(engine, chosen, [reference_hidden(tmp_path, architecture, ids) for ids in chosen])
+
+    def test_of_modules_of_sentence_transformers(self, tmp_path: Path) -> None:
+        modules = ["Pooling", "Dense", "Normalize"]
+        chosen = prompts(make_pooled_checkpoint(tmp_path, "BertModel", modules=modules, pooling="cls_token"))
+        weights = load_file(tmp_path / "2_Dense" / "model.safetensors")
+        expected = []
+        for ids in chosen:
+            hidden = reference_hidden(tmp_path, "BertModel", ids)
+            expected.append(torch.tanh(functional.linear(hidden, weights["linear.weight"], weights["linear.bias"])))
+        self.check(make_engine(tmp_path), chosen, expected)

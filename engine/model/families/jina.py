@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.alibi import compute_slopes
-from serve_llm.engine.model.families.bert import ATTENTION, ROBERTA_CLASSIFIER, TYPES_AND_NORM
+from serve_llm.engine.model.families.bert import ATTENTION, BERT_CLASSIFIER, ROBERTA_CLASSIFIER, TYPES_AND_NORM
 from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier, read_heads
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
@@ -38,6 +38,7 @@ V3_LAYER = {
     "mlp.fc2": "ffn.down",
     "norm2": "ffn_norm",
 }
+V3_EMBEDDING = {"embeddings.token_type_embeddings": "token_types", "emb_ln": "embedding_norm"}
 
 
 def read_jina_bert(architecture: str) -> Read:
@@ -63,6 +64,7 @@ def read_jina_bert(architecture: str) -> Read:
             ropes=[None] * config.layers("num_hidden_layers"),
             token_types=config.integer("type_vocab_size", 2),
             alibi_slopes=compute_slopes(heads),
+            pooler=read_first_token_classifier(config, architecture),
         )
         config.done()
         weights = build_weights(
@@ -71,6 +73,7 @@ def read_jina_bert(architecture: str) -> Read:
             base="bert",
             embedding_parts=TYPES_AND_NORM,
             head="cls",
+            pooler=BERT_CLASSIFIER,
         )
         return spec, weights
 
@@ -101,7 +104,7 @@ def read_jina_v3(architecture: str) -> Read:
             V3_LAYER,
             base="roberta",
             layers="encoder.layers",
-            embedding_parts={"embeddings.token_type_embeddings": "token_types", "emb_ln": "embedding_norm"},
+            embedding_parts=V3_EMBEDDING,
             head="lm_head",
             pooler=ROBERTA_CLASSIFIER,
         )

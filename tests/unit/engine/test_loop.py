@@ -5,12 +5,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from serve_llm.common import messages
-from serve_llm.common.types import EPLBStats, FinishReason, Request, Sampling
+from serve_llm.common.types import LOWEST_PRIORITY, EPLBStats, FinishReason, Request, Sampling
 from serve_llm.engine.distributed.executor import Executor
-from serve_llm.engine.loop import WAITS_BEFORE_IDLE_WORK, EngineCore, run
+from serve_llm.engine.loop import PAUSE_SECONDS, WAITS_BEFORE_IDLE_WORK, EngineCore, run
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.kv_cache import CacheLayout
@@ -214,3 +215,33 @@ def test_requests_come_before_captures() -> None:
     channel = ScriptedChannel([[messages.Submit([request])]], quiet=WAITS_BEFORE_IDLE_WORK + 2)
     run(EngineCore(config, executor), channel)
     assert executor.captured == [1, 2] and executor.steps == 4 and len(channel.sent) >= 2
+
+
+class TimedExecutor(CountingExecutor):
+    """Steps take 10 ms, and longer above 40 tokens: each token takes 0.25 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.now = 0.0
+        self.num_tokens = 0  # of the newest step
+
+    def execute(self, batch, masks=None):
+        self.num_tokens = batch.num_tokens
+        self.now += max(0.010, batch.num_tokens / 4000)
+        return super().execute(batch, masks)
+
+
+def test_steps_of_batches_are_short_until_no_other_request_is_expected() -> None:
+    executor = TimedExecutor()
+    config = replace(CONFIG, max_num_batched_tokens=256, enable_prefix_caching=False)
+    core = EngineCore(config, executor, clock=lambda: executor.now)
+    core.add_requests([request(number, 5) for number in range(4)])
+    while core.has_work:
+        core.step()
+    lines = [msgspec.structs.replace(request(number, 5), priority=LOWEST_PRIORITY) for number in range(4, 8)]
+    core.add_requests(lines)
+    core.step()
+    assert executor.num_tokens == 40, "a step lasts as long as a decode step of the others"
+    executor.now += PAUSE_SECONDS
+    core.step()
+    assert executor.num_tokens == 42, "two prompts, and a token of each of the others"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import math
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -122,6 +125,47 @@ def test_texts_of_scores_may_be_cut(serve: Serve) -> None:
     cuts = {"max_tokens_per_query": 2, "max_tokens_per_doc": 1}
     assert served.post("/score", {"queries": long, "documents": long, **cuts}).status == 200
     assert sorted(len(request.prompt_ids) for request in served.engine.submitted) == [1, 2]
+
+
+@pytest.mark.parametrize("dimensions", [None, 2])
+@pytest.mark.parametrize("normalize", [None, True, False])
+def test_vectors_of_tokens(serve: Serve, model: ServedModel, normalize: bool | None, dimensions: int | None) -> None:
+    matryoshka = dataclasses.replace(model, vectors=dataclasses.replace(model.vectors, dimensions=()))
+    rows = [(3.0, 4.0, 0.0), (0.0, -2.0, 1.0), (8.0, 6.0, 2.0)]
+    served = serve(
+        script=lambda request: [number for row in rows[: len(request.prompt_ids)] for number in row],
+        model_facts=facts(**EMBEDDER, token_vector_size=3),
+        served_model=matryoshka,
+    )
+    body = {"input": [[1, 2], [3, 4, 5]], "task": "token_embed", "normalize": normalize, "dimensions": dimensions}
+    reply = served.post("/pooling", body).json()
+    assert all(request.pools_tokens for request in served.engine.submitted)
+    expected = []
+    for row in rows:
+        short = row[:dimensions]
+        length = 1.0 if normalize is False and dimensions is None else math.hypot(*short)
+        expected.append([number / length for number in short])
+    assert [entry["index"] for entry in reply["data"]] == [0, 1] and reply["usage"]["prompt_tokens"] == 5
+    for entry, count in zip(reply["data"], (2, 3), strict=True):
+        assert entry["object"] == "pooling" and len(entry["data"]) == count
+        for found, wanted in zip(entry["data"], expected, strict=False):
+            assert found == pytest.approx(wanted)
+    encoded = served.post("/pooling", body | {"encoding_format": "base64"}).json()["data"]
+    for entry, plain in zip(encoded, reply["data"], strict=True):
+        numbers = array("f", base64.b64decode(entry["data"], validate=True))
+        assert numbers.tolist() == [number for row in plain["data"] for number in row]
+
+
+def test_too_many_vectors_of_tokens(serve: Serve) -> None:
+    options = {"limit": ["token-vector-numbers=15"]}
+    served = serve(
+        script=lambda request: [1.0] * 3 * len(request.prompt_ids),
+        model_facts=facts(**EMBEDDER, token_vector_size=3),
+        options=options,
+    )
+    assert served.post("/pooling", {"input": [[1, 2], [3, 4, 5]], "task": "token_embed"}).status == 200
+    error = served.post("/pooling", {"input": [[1, 2, 3], [3, 4, 5]], "task": "token_embed"}).json()["error"]
+    assert error["param"] == "input" and "18 numbers" in error["message"]
 
 
 def test_task_of_pooling(serve: Serve) -> None:

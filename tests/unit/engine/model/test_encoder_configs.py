@@ -157,6 +157,30 @@ def test_jina_bert_is_told_apart_by_its_code(fields: dict[str, object], position
     assert (spec.layers[0].attention.qk_projection_norm is not None) == (position == "post_twice")
 
 
+def test_jina_reranker_v2_has_names_of_its_own() -> None:
+    config = {
+        **JINA,
+        "architectures": ["XLMRobertaForSequenceClassification"],
+        "auto_map": {"AutoConfig": "configuration_xlm_roberta.XLMRobertaFlashConfig"},
+        "emb_pooler": None,
+        "id2label": {"0": "LABEL_0"},
+        "layer_norm_eps": 1e-5,
+        "lora_adaptations": None,
+        "lora_rank": 4,
+        "max_position_embeddings": 1026,
+        "model_type": "xlm-roberta",
+        "pad_token_id": 1,
+        "position_embedding_type": "absolute",
+        "type_vocab_size": 1,
+        "use_flash_attn": True,
+    }
+    spec, weights = read_model(config)
+    assert spec.max_position == 1024 and spec.pooler is not None and spec.pooler.vector_size(96) == 1
+    assert "roberta.encoder.layers.1.mixer.Wqkv.weight" in weights.expand(2)
+    _, weights = read_model(config | {"auto_map": {}})
+    assert "roberta.encoder.layer.1.attention.self.query.weight" in weights.expand(2)
+
+
 EMBEDDING_GEMMA = {
     "architectures": ["Gemma3TextModel"],
     "head_dim": 24,

@@ -108,6 +108,24 @@ def test_batches_fill_pauses_with_short_steps() -> None:
     assert TokenBudget(8192, None).next(64, in_pause=True) == 8192
 
 
+@pytest.mark.parametrize(
+    ("target", "decode_seconds", "tokens"),
+    [(0.15, 0.010, 40), (0.15, 0.100, 100), (0.15, 0.001, 16), (None, 0.100, 400), (None, 0.001, 256)],
+)
+def test_steps_of_batches_in_a_pause_are_as_long_as_decode_steps_of_others(
+    target: float | None, decode_seconds: float, tokens: int
+) -> None:
+    budget = TokenBudget(2048, target)
+    for _ in range(50):
+        budget.observe(600, 600 / 4000)
+        budget.observe_decode(decode_seconds)
+    assert budget.next(200, in_pause=True) == pytest.approx(tokens, abs=1)
+    assert budget.next() == (2048 if target is None else 600)  # without batches
+    for _ in range(50):
+        budget.observe_in_pause(40, 0.020)  # half as fast
+    assert budget.next(200, in_pause=True) == pytest.approx(max(tokens // 2, 16 if target else 256), abs=1)
+
+
 def test_a_burst_is_worked_off_in_steps_as_large_as_its_first() -> None:
     budget = TokenBudget(8192, 0.15)
     for _ in range(50):
