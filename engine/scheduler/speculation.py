@@ -220,7 +220,7 @@ class TextSpeculator(Speculator):
         self._pause = DraftPause()
         self._lookup_seconds = 0.0  # since the last step
         self._num_steps = 0
-        self._least_length = 1  # of matches that are worth drafts
+        self._least_length = 1  # the length of matches that are worth drafts
 
     def update(self, sequence: Sequence) -> None:
         if not sequence.num_output:

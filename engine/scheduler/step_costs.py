@@ -8,9 +8,9 @@ class _RecentLine:
     because another process on the machine may hold up a step."""
 
     MOST_DEVIATIONS = 2.0  # distance limit, as a multiple of the mean distance
-    DEVIATION_WEIGHT = 0.05  # of the latest point in the mean distance
+    DEVIATION_WEIGHT = 0.05  # weight of the latest point in the mean distance
     LEAST_DEVIATION = 0.05  # share of the scale
-    LEAST_VARIANCE = 0.1  # of x, so that there is a slope
+    LEAST_VARIANCE = 0.1  # least variance of x for which there is a slope
 
     def __init__(self, memory: float) -> None:
         """memory: weight of a point relative to the next one."""
@@ -70,7 +70,7 @@ class StepCosts:
     COMPARE_AFTER = 32  # steps with drafts in a row, after which one without is due
     MOST_FIXED = 0.25  # share of a step; more is the error of a comparison, or leads to a pause
     MOST_LONGER = 1.0  # share of a step; if one with drafts takes still longer, that has another reason
-    FORGET = 0.005  # of these costs with each step without drafts, so that an error does not prevent drafts forever
+    FORGET = 0.005  # share of these costs, with each step without drafts: an error must not prevent drafts forever
 
     def __init__(self) -> None:
         self._plain = _RecentLine(0.9)  # seconds of steps without drafts; flat
@@ -137,7 +137,7 @@ class DraftPause:
     GROWTH = 4
 
     def __init__(self) -> None:
-        self._length = self.SHORTEST  # of the next pause
+        self._length = self.SHORTEST  # the next pause in steps
         self._num_left = 0  # steps of this pause
         self._start_trial()
 
