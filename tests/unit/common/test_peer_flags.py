@@ -190,7 +190,9 @@ def test_the_page_names_what_exists(peers_page: ModuleType) -> None:
 
 def test_the_fields_beside_ollamas_exist() -> None:
     page = (ROOT / "docs" / "from-ollama.md").read_text(encoding="utf-8").partition("## Fields")[2]
-    rows = [row.split(" | ") for row in page.partition("\n\n| In Ollama's answer")[0].splitlines() if row.startswith("| `")]
+    rows = [
+        row.split(" | ") for row in page.partition("\n\n| In Ollama's answer")[0].splitlines() if row.startswith("| `")
+    ]
     named = {name for theirs, ours in rows for name in re.findall(r"`([a-z_]+)[`:]", ours)}
     for theirs, ours in rows:
         if ours.startswith("the same"):
