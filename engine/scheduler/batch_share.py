@@ -6,24 +6,30 @@ from __future__ import annotations
 class BatchShare:
     """One token for every TOKENS_OF_OTHERS tokens of other requests: batches make progress and barely slow the others.
 
-    Decided by counts of tokens alone, so that results and their order do not depend on time.
+    A step that computes prompts of others gets none, because clients wait for their first token: the tokens are saved
+    for later steps. After MOST_SKIPPED such steps in a row, the next one gets them anyway. Counts of tokens decide, not
+    clocks, so that results and their order do not depend on time.
     """
 
     TOKENS_OF_OTHERS = 8
     MOST = 16  # limit on saved tokens, so that no single step grows much
+    MOST_SKIPPED = 8  # steps in a row
 
     def __init__(self, most: int = MOST) -> None:
         """most: limit on saved tokens; more than MOST only if a prompt must be computed in one step."""
         self._most = most
         self._earned = 0  # in tokens of others
+        self._num_skipped = 0  # latest steps without tokens of batches
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of batches that the next step may compute."""
-        return self._earned // self.TOKENS_OF_OTHERS
+        """Tokens of batches that the step may compute."""
+        return 0 if self._num_skipped else self._earned // self.TOKENS_OF_OTHERS
 
-    def add(self, num_others: int) -> None:
-        """Count the tokens of other requests in a step."""
+    def add(self, num_others: int, has_prompts: bool) -> None:
+        """Count the tokens of other requests in a step. has_prompts: whether it computes prompts of these requests."""
+        is_skipped = has_prompts and self._num_skipped < self.MOST_SKIPPED
+        self._num_skipped = self._num_skipped + 1 if is_skipped else 0
         self._earned = min(self._earned + num_others, self._most * self.TOKENS_OF_OTHERS)
 
     def spend(self, num_tokens: int) -> None:
@@ -32,3 +38,4 @@ class BatchShare:
     def clear(self) -> None:
         """Reset the saved tokens, because no other request is left."""
         self._earned = 0
+        self._num_skipped = 0

@@ -24,3 +24,8 @@ class PlannedStep:
     @property
     def num_sequences(self) -> int:
         return len(self.scheduled) + (self.long_prefill is not None)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a token was scheduled after which no id is sampled."""
+        return any(chunk.count > chunk.num_samples for chunk in self.scheduled)

@@ -173,11 +173,21 @@ def test_batches_pause_but_for_a_share(ahead: bool) -> None:
     run_step(scheduler, workers)
     scheduler.add(Request(id=9, prompt_ids=[9] * 24, sampling=sampling_of(200)), 0.0)
     counts = [run_step(scheduler, workers) for _ in range(100)]
-    assert counts[0] == {9: 24, 0: 1, 1: 1, 2: 1}  # one token for every eight of the other's
-    of_batches = sum(count for step in counts[1:] for request_id, count in step.items() if request_id != 9)
-    assert of_batches == 99 // 8 and all(step[9] == 1 for step in counts[1:])
+    assert counts[0] == {9: 24}, "its first token does not wait for batches"
+    assert counts[1] == {9: 1, 0: 1, 1: 1, 2: 1}  # one token for every eight of the other's
+    of_batches = sum(count for step in counts for request_id, count in step.items() if request_id != 9)
+    assert of_batches == (24 + 99) // 8 and all(step[9] == 1 for step in counts[1:])
     scheduler.abort(9)
     assert run_step(scheduler, workers).keys() == {0, 1, 2, 3}
+
+
+def test_a_batch_goes_on_beside_prompts_that_do_not_end() -> None:
+    scheduler, workers = make(max_model_len=400, max_chunk=16), FakeWorkers(FULL)
+    scheduler.add(Request(id=0, prompt_ids=[5] * 5, sampling=sampling_of(300), priority=LOWEST_PRIORITY), 0.0)
+    run_step(scheduler, workers)
+    scheduler.add(Request(id=9, prompt_ids=[9] * 390, sampling=sampling_of(2)), 0.0)
+    counts = [run_step(scheduler, workers) for _ in range(18)]
+    assert [index for index, step in enumerate(counts) if 0 in step] == [8, 17]
 
 
 def test_a_line_of_a_batch_starts_beside_others() -> None:
