@@ -10,6 +10,7 @@ import pytest
 
 from support.daemon import Daemon
 from support.fleet import Fleet
+from support.matrix import mostly_long
 from support.namespaces import Machines
 from support.nodes import PROMPTS, SMALL, body
 from support.remote_streams import crowd, stream_here, texts_of
@@ -38,6 +39,7 @@ def test_a_machine_that_is_lost_takes_its_engine_and_another_brings_it_back() ->
         fleet.end()
 
 
+ON_THREE_MACHINES = (3, ("-dp", "2", "-pp", "2"))  # the first engine is on two machines, the second on one
 EPLB = ("--enable-eplb", "--eplb-config", '{"step_interval": 20, "num_redundant_experts": 3}')
 
 
@@ -50,15 +52,18 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nnodes", "options"),
-    [
-        (2, ("-dp", "2")),
-        (2, ("-dp", "2", "-pp", "2")),
-        (2, ("-dp", "2", "-pp", "2", *EPLB)),
-        (2, ("-dp", "4", "-pp", "2", "--front-ends", "2")),
-        (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
-        (3, ("-dp", "2", "-pp", "2")),  # the first engine is on two machines, the second on one
-        (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
-    ],
+    mostly_long(
+        [
+            (2, ("-dp", "2")),
+            (2, ("-dp", "2", "-pp", "2")),
+            (2, ("-dp", "2", "-pp", "2", *EPLB)),
+            (2, ("-dp", "4", "-pp", "2", "--front-ends", "2")),
+            (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
+            ON_THREE_MACHINES,
+            (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
+        ],
+        [(2, ("-dp", "2", "-pp", "2", *EPLB)), ON_THREE_MACHINES],
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_experts_on_several_machines(nnodes: int, options: tuple[str, ...], experts: str) -> None:
@@ -83,15 +88,22 @@ def test_experts_on_several_machines(nnodes: int, options: tuple[str, ...], expe
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nnodes", "options"),
-    [
-        (2, ("-dp", "2", "-tp", "2", "--front-ends", "2")),
-        (2, ("-dp", "2", "-pp", "2")),
-        (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
-        (2, ("-dp", "4", "-pp", "2")),
-        (3, ("-dp", "2", "-pp", "2")),  # the first engine is on two machines, the second on one
-        (3, ("-dp", "3", "-pp", "2")),
-        (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
-    ],
+    mostly_long(
+        [
+            (2, ("-dp", "2", "-tp", "2", "--front-ends", "2")),
+            (2, ("-dp", "2", "-pp", "2")),
+            (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
+            (2, ("-dp", "4", "-pp", "2")),
+            ON_THREE_MACHINES,
+            (3, ("-dp", "3", "-pp", "2")),
+            (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
+        ],
+        [
+            (2, ("-dp", "2", "-tp", "2", "--front-ends", "2")),
+            (3, ("-dp", "3", "-pp", "2")),
+            (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
+        ],
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_every_shape_survives_the_loss_of_the_last_machine(
