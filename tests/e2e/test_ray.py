@@ -222,7 +222,7 @@ for line in urllib.request.urlopen(request):
     ("num_cpus", "engine", "first", "last"),
     [
         ((2, 2), 0, 0, 1),
-        ((0, 2, 2), 0, 1, 2),  # the engine's node has no devices
+        pytest.param((0, 2, 2), 0, 1, 2, marks=pytest.mark.long),  # the engine's node has no devices
         ((2, 2), 1, 1, 0),  # the head is what is lost: Ray does not answer any more
     ],
 )
@@ -282,7 +282,7 @@ def test_a_stream_goes_on_when_a_node_has_come_in_the_place_of_a_lost_one(tmp_pa
         assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == undisturbed[0]["text"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts_with_several_addresses(folder: Path) -> None:
     """Ray talks over one network, ranks over another; a node says which address of its own is on the latter."""
     skip_without_ray()

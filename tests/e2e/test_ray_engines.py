@@ -68,7 +68,7 @@ def scale(daemon: Daemon, engines: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [(), ("-pp", "2")])
+@pytest.mark.parametrize("split", [pytest.param((), marks=pytest.mark.long), ("-pp", "2")])
 def test_experts_on_several_nodes(split: tuple[str, ...], tmp_path: Path) -> None:
     """Streams wait for the experts of a node that is lost, and continue once another has joined the cluster."""
     skip_without_ray()
