@@ -22,7 +22,7 @@ NAMES = ("{kind}_scale", "{kind}_proj.{kind}_scale", "attn.{kind}_scale", "{kind
 
 
 def is_calibrated(config: Mapping[str, object]) -> bool:
-    """Whether scales in the checkpoint are those of a KV cache in fp8. config: `quantization_config`."""
+    """Whether the checkpoint's scales are those of an fp8 KV cache. config: `quantization_config`."""
     method = config.get("quant_method")
     stored = config.get("quantization")
     if method == "modelopt" and isinstance(stored, Mapping):  # as in hf_quant_config.json
@@ -37,15 +37,16 @@ def is_calibrated(config: Mapping[str, object]) -> bool:
 
 
 def add_cache_scales(spec: ModelSpec) -> ModelSpec:
-    """With scales in all layers that cache keys and values."""
+    """Return the spec with scales in all layers that cache keys and values."""
     return _change_attention(spec, dict.fromkeys(range(len(spec.layers)), True))
 
 
 def find_cache_scales(
     spec: ModelSpec, rules: Mapping[str, WeightRule], stored: Container[str]
 ) -> tuple[ModelSpec, dict[str, WeightRule]]:
-    """The spec with scales where the checkpoint has them, and their rules. rules: of all layers. stored: names of
-    tensors, as in `rules`.
+    """Return the spec, with scales only where the checkpoint has them, and the rules that read them.
+
+    rules: those of all layers. stored: names of tensors, as in `rules`.
 
     A layer with only one scale uses it for keys and values.
     """
@@ -83,7 +84,7 @@ def find_cache_scales(
 
 
 def count_cache_scales(spec: ModelSpec, shard: Shard) -> int:
-    """How many parameters of scales the shard's rank reads."""
+    """Count the scale parameters that the shard's rank reads."""
     own = [spec.layers[index].attention for index in shard.layers]
     return sum(2 - isinstance(mixer, MLASpec) for mixer in own if _has_scales(mixer) and shard.attention(mixer).heads)
 

@@ -95,15 +95,12 @@ class ConfigReader:
     def names_code(self, repository: str) -> bool:
         """Whether the code that the checkpoint brings is that of a repository on the Hub, as `auto_map` or
         `_name_or_path` says."""
-        auto_map = self._values.get("auto_map")
-        places = [self._values.get("_name_or_path"), *(auto_map.values() if isinstance(auto_map, Mapping) else ())]
+        places = [self._values.get("_name_or_path"), *self.mapping("auto_map").values()]
         return any(str(place).partition("--")[0] == repository for place in places)
 
     def names_code_class(self, name: str) -> bool:
         """Whether `auto_map` names a class of this name in the code that the checkpoint brings."""
-        auto_map = self._values.get("auto_map")
-        classes = auto_map.values() if isinstance(auto_map, Mapping) else ()
-        return any(str(place).rpartition(".")[2] == name for place in classes)
+        return any(str(place).rpartition(".")[2] == name for place in self.mapping("auto_map").values())
 
     def set_defaults(self, **values: object) -> None:
         """Set defaults of keys that are missing in the file."""
@@ -259,7 +256,7 @@ class ConfigReader:
         return self._objects[key]
 
     def mapping(self, key: str) -> Mapping[str, object]:
-        """The object under the key, which `inner` reads too, as it is in the file."""
+        """The object under the key as it is in the file; empty if there is none. It does not count as read."""
         value = self._values.get(key)
         return value if isinstance(value, Mapping) else {}
 

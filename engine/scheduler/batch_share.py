@@ -6,9 +6,9 @@ from __future__ import annotations
 class BatchShare:
     """One token for every TOKENS_OF_OTHERS tokens of other requests: batches make progress and barely slow the others.
 
-    A step that computes prompts of others gets none, because clients wait for their first token: the tokens are saved
-    for later steps. After MOST_SKIPPED such steps in a row, the next one gets them anyway. Counts of tokens decide, not
-    clocks, so that results and their order do not depend on time.
+    A step that computes prompts of others, or ids that a grammar forces, gets none, because clients wait for the ids
+    after them: the tokens are saved for later steps. After MOST_SKIPPED such steps in a row, the next one gets them
+    anyway. Counts of tokens decide, not clocks, so that results and their order do not depend on time.
     """
 
     TOKENS_OF_OTHERS = 8
@@ -26,9 +26,9 @@ class BatchShare:
         """Tokens of batches that the step may compute."""
         return 0 if self._num_skipped else self._earned // self.TOKENS_OF_OTHERS
 
-    def add(self, num_others: int, has_prompts: bool) -> None:
-        """Count the tokens of other requests in a step. has_prompts: whether it computes prompts of these requests."""
-        is_skipped = has_prompts and self._num_skipped < self.MOST_SKIPPED
+    def add(self, num_others: int, is_decode: bool) -> None:
+        """Count the tokens of other requests in a step. is_decode: whether an id is sampled after each."""
+        is_skipped = not is_decode and self._num_skipped < self.MOST_SKIPPED
         self._num_skipped = self._num_skipped + 1 if is_skipped else 0
         self._earned = min(self._earned + num_others, self._most * self.TOKENS_OF_OTHERS)
 

@@ -55,6 +55,11 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Number of tokens, the last ones, after which an id is sampled."""
         return len(self.draft_ids) + self.sample
 
+    @property
+    def samples_every_token(self) -> bool:
+        """Whether an id is sampled after each of the tokens."""
+        return self.count == self.num_samples
+
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block to copy between the device and host memory."""
@@ -81,7 +86,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_decode(self) -> bool:
         """Whether an id is sampled after every token."""
-        return all(chunk.count == chunk.num_samples for chunk in self.scheduled)
+        return all(chunk.samples_every_token for chunk in self.scheduled)
 
 
 class RunnerOutput(msgspec.Struct, array_like=True, gc=False):

@@ -26,6 +26,6 @@ class PlannedStep:
         return len(self.scheduled) + (self.long_prefill is not None)
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether a token was scheduled after which no id is sampled."""
-        return any(chunk.count > chunk.num_samples for chunk in self.scheduled)
+    def is_decode(self) -> bool:
+        """Whether an id is sampled after every token so far; see `SchedulerOutput.is_decode`."""
+        return all(chunk.samples_every_token for chunk in self.scheduled)

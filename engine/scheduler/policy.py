@@ -131,20 +131,20 @@ class TokenBudget:
 
     def observe_decode(self, seconds: float) -> None:
         """Record a decode step that ran while there were requests other than batches."""
-        old = self._decode_seconds
-        self._decode_seconds = seconds if old is None else 0.9 * old + 0.1 * seconds
+        self._decode_seconds = _average(self._decode_seconds, seconds, 0.1)
 
     def observe_in_pause(self, num_tokens: int, seconds: float) -> None:
         """Record a step of batches in a pause, whose rows take longer than a prompt's tokens."""
         if seconds <= 0:
             return
-        speed = num_tokens / seconds
-        old = self._tokens_per_second_in_pause
-        self._tokens_per_second_in_pause = speed if old is None else 0.7 * old + 0.3 * speed
+        self._tokens_per_second_in_pause = _average(self._tokens_per_second_in_pause, num_tokens / seconds, 0.3)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         if num_tokens < min(self.SMALLEST, self._limit) or seconds <= 0:
             return
-        speed = num_tokens / seconds
-        old = self._tokens_per_second
-        self._tokens_per_second = speed if old is None else 0.7 * old + 0.3 * speed
+        self._tokens_per_second = _average(self._tokens_per_second, num_tokens / seconds, 0.3)
+
+
+def _average(old: float | None, latest: float, weight: float) -> float:
+    """Exponential moving average. old: None before the first value. weight: of the latest value."""
+    return latest if old is None else (1.0 - weight) * old + weight * latest

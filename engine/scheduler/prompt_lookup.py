@@ -82,9 +82,7 @@ class PromptLookup:
         best = NONE
         best_length = self._min_match - 1
         for candidate in self._index.find(run):
-            if candidate < best_length or token_ids[candidate - best_length] != token_ids[last - best_length]:
-                continue  # not longer
-            length = count_equal(token_ids, candidate, token_ids, last, self._max_match)
+            length = count_equal(token_ids, candidate, token_ids, last, self._max_match, best_length)
             if length > best_length:
                 best = candidate + 1
                 best_length = length

@@ -44,12 +44,7 @@ class RecentTexts:
         best_length = least
         last = len(token_ids) - 1
         for candidate in self._index.find(run):
-            if (
-                min(candidate, last) < best_length
-                or self._ids[candidate - best_length] != token_ids[last - best_length]
-            ):
-                continue  # not longer
-            length = count_equal(self._ids, candidate, token_ids, last, self._max_match)
+            length = count_equal(self._ids, candidate, token_ids, last, self._max_match, best_length)
             if length <= best_length or self._ids[candidate + 1] == END:
                 continue
             following = self._ids[candidate + 1 : candidate + 1 + count].tolist()

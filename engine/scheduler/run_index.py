@@ -20,7 +20,6 @@ class RunIndex:
         """num_expected: final number of ids, if the text will grow much."""
         self._run_length = run_length
         self._num_expected = num_expected
-        self._num_indexed = 0  # runs that end before this position are indexed
         self._mask = 0  # one less than the number of buckets
         self._latest: array[int] = array("i")  # by bucket: where the latest run ends
         self._previous: array[int] = array("i")  # by position: where the previous run in its chain ends
@@ -31,15 +30,14 @@ class RunIndex:
             num_bits = SPARE_BITS + max(end, self._num_expected).bit_length()
             self._latest = array("i", [NONE]) * min(MAX_BUCKETS, 1 << num_bits)
             self._mask = len(self._latest) - 1
-        if end <= self._num_indexed:
+        previous = self._previous
+        if end <= len(previous):
             return
         latest = self._latest
-        previous = self._previous
         mask = self._mask
         before = self._run_length - 1
         previous.extend([NONE] * (min(end, before) - len(previous)))
         first = len(previous)
-        self._num_indexed = end
         runs: Iterable[tuple[int, ...]]
         if end - first < MANY:
             runs = [tuple(token_ids[position - before : position + 1]) for position in range(first, end)]
@@ -70,9 +68,13 @@ def hash_end(token_ids: Items[int], run_length: int) -> int:
     return hash(tuple(token_ids[len(token_ids) - run_length :]))
 
 
-def count_equal(first_ids: Items[int], first: int, second_ids: Items[int], second: int, most: int) -> int:
-    """Count how many ids before the positions `first` and `second` of two texts are equal."""
+def count_equal(first_ids: Items[int], first: int, second_ids: Items[int], second: int, most: int, least: int) -> int:
+    """Count how many ids before the positions `first` and `second` of two texts are equal. Returns 0 early if one look
+    shows that they are at most `least`."""
+    shorter = min(first, second)
+    if shorter < least or first_ids[first - least] != second_ids[second - least]:
+        return 0
     length = 0
-    while length < most and length <= min(first, second) and first_ids[first - length] == second_ids[second - length]:
+    while length < most and length <= shorter and first_ids[first - length] == second_ids[second - length]:
         length += 1
     return length

@@ -205,7 +205,7 @@ class Scheduler:
     ) -> None:
         """Add sequences of batches, up to their share, to a step that others have filled. active: indices of the
         others."""
-        self._batch_share.add(step.max_tokens - step.budget, step.has_prompts)
+        self._batch_share.add(step.max_tokens - step.budget, step.is_decode)
         if active:
             step.budget = min(step.budget, self._batch_share.num_tokens)
         num_left = step.budget

@@ -9,7 +9,6 @@ steps.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -108,7 +107,7 @@ class _TextDrafter(_Drafter):
 class Speculator(ABC):
     """Chooses drafts for the sequences of a scheduler. Its choices do not affect outputs."""
 
-    WASTE_WEIGHT = 1.0  # what wasted time counts, as a multiple
+    WASTE_WEIGHT = 1.0  # how much more wasted time counts than saved time
     _drafters: Mapping[int, _Drafter]  # by request id
 
     def __init__(self, num_tokens: int) -> None:
@@ -134,7 +133,7 @@ class Speculator(ABC):
         self._num_drafting = 0
 
     def observe_step(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """Take in a step of newest ids and drafts only."""
+        """Record a step that computed newest ids and drafts only."""
         self.costs.observe(num_sequences, num_drafts, seconds)
 
     @abstractmethod
@@ -165,8 +164,8 @@ class Speculator(ABC):
         return not self.costs.is_comparison_due and sequence.req_index not in self.paused_indices
 
     def _find_fixed_cost(self, num_running: int, num_drafting: int) -> float:
-        """The first sequence of a step that drafts pays what the step takes longer because of that; but only its share
-        if several drafted in the step before, which will probably follow."""
+        """The first sequence that drafts in a step pays for the extra time of a step with drafts. If several drafted in
+        the step before, it pays only its share, because they will probably draft again."""
         return self.costs.find_fixed_cost(num_running) / max(1, num_drafting)
 
     def _count_worthwhile(
@@ -187,9 +186,9 @@ class Speculator(ABC):
             count += 1
         return count if left <= 0.0 else 0
 
-    @abstractmethod
     def _find_cost(self, num_running: int) -> float:
         """The cost of a draft as a share of the cost of an id in a step without drafts."""
+        return self.costs.find_draft_cost(num_running)
 
 
 class TextSpeculator(Speculator):
@@ -209,9 +208,9 @@ class TextSpeculator(Speculator):
         self,
         num_tokens: int,
         build_source: Callable[[Request], DraftSource],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
-        """build_source: makes the source of one sequence."""
+        """build_source: makes the source of one sequence. clock: returns seconds."""
         super().__init__(num_tokens)
         self._drafters: dict[int, _TextDrafter] = {}
         self._build_source = build_source
@@ -271,9 +270,6 @@ class TextSpeculator(Speculator):
 
     def _may_draft(self, sequence: Sequence) -> bool:
         return not self._pause.is_on and super()._may_draft(sequence)
-
-    def _find_cost(self, num_running: int) -> float:
-        return self.costs.find_draft_cost(num_running)
 
 
 class ModelSpeculator(Speculator):
@@ -344,4 +340,4 @@ class ModelSpeculator(Speculator):
         """The draft costs a step of the source, too."""
         step_seconds = self.costs.find_step_seconds()
         share = self._source.step_seconds / step_seconds if step_seconds > 0.0 else 0.0
-        return self.costs.find_draft_cost(num_running) + share
+        return super()._find_cost(num_running) + share

@@ -69,8 +69,8 @@ class StepCosts:
     FEW = 4  # steps of a kind, after which their times are believed
     COMPARE_AFTER = 32  # steps with drafts in a row, after which one without is due
     MOST_FIXED = 0.25  # share of a step; more is the error of a comparison, or leads to a pause
-    MOST_LONGER = 1.0  # share of a step; if one with drafts takes still longer, that has another reason
-    FORGET = 0.005  # share of these costs, with each step without drafts: an error must not prevent drafts forever
+    MOST_LONGER = 1.0  # share of a step; any longer delay has another cause
+    FORGET = 0.005  # share of these costs dropped after a step without drafts: an error must not prevent drafts forever
 
     def __init__(self) -> None:
         self._plain = _RecentLine(0.9)  # seconds of steps without drafts; flat
@@ -80,7 +80,7 @@ class StepCosts:
         self._draft_share: float | None = None  # and for each draft; None until it is known
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> float:
-        """Take in a step of that many newest ids and drafts. Returns what its drafts cost, as a share of a step."""
+        """Record a step with that many newest ids and drafts. Returns the cost of its drafts as a share of a step."""
         if not num_drafts:
             self._num_since_plain = 0
             self._plain.observe(0, seconds, self._plain.mean_y or seconds)
@@ -153,7 +153,7 @@ class DraftPause:
         return self._num_left > 0
 
     def observe(self, saved: float, cost: float, has_drafts: bool) -> None:
-        """Take in a step. saved, cost: time that drafts and lookups saved and took, as shares of a step without."""
+        """Record a step. saved, cost: time that drafts and lookups saved and took, as shares of a plain step."""
         if self._num_left:
             self._num_left -= 1
             return

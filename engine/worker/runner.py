@@ -287,7 +287,7 @@ class Runner:
         return None
 
     def _wants_vector(self, chunk: ScheduledTokens) -> bool:
-        """Whether the chunk ends the prompt of a pooling request, or that wants vectors of its tokens."""
+        """Whether the chunk ends the prompt of a pooling request, or belongs to one that wants a vector per token."""
         request = self._input_batch[chunk.req_index]
         return request.pooling and (request.pools_tokens or chunk.start + chunk.count == request.num_prompt)
 

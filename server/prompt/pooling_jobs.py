@@ -270,17 +270,11 @@ def _build_vectors(body: EmbeddingRequest | PoolingRequest, context: Context, ig
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
-    is_classifier = context.facts.pooling_task == "classify"
-    return Pool(
-        request=_prepare_inputs(body, context),
-        model=name,
-        activate=is_classifier and bool(body.use_activation),
-        is_scaled=not is_classifier and body.scales_vectors(context.model.vectors.has_unit_length),
-        base64=body.encoding_format == "base64",
-        dimensions=body.dimensions,
-        request_id=body.request_id or "",
-        ignored_fields=ignored,
-    )
+    request = _prepare_inputs(body, context)
+    if context.facts.pooling_task == "classify":
+        return _build_pool(body, name, request, ignored, activate=bool(body.use_activation))
+    is_scaled = body.scales_vectors(context.model.vectors.has_unit_length)
+    return _build_pool(body, name, request, ignored, is_scaled=is_scaled)
 
 
 def _build_token_vectors(body: PoolingRequest, context: Context, ignored: list[str]) -> Pool:
@@ -298,12 +292,25 @@ def _build_token_vectors(body: PoolingRequest, context: Context, ignored: list[s
             "send fewer or shorter texts",
             "input",
         )
+    is_scaled = body.scales_vectors(has_unit_length=False, default=True)
+    return _build_pool(body, name, request, ignored, is_scaled=is_scaled, token_vector_size=size)
+
+
+def _build_pool(
+    body: EmbeddingRequest | PoolingRequest,
+    model: str,
+    request: TextRequest,
+    ignored: list[str],
+    is_scaled: bool = False,
+    activate: bool = False,
+    token_vector_size: int = 0,
+) -> Pool:
     return Pool(
         request=request,
-        model=name,
-        activate=False,
-        token_vector_size=size,
-        is_scaled=body.scales_vectors(has_unit_length=False, default=True),
+        model=model,
+        is_scaled=is_scaled,
+        activate=activate,
+        token_vector_size=token_vector_size,
         base64=body.encoding_format == "base64",
         dimensions=body.dimensions,
         request_id=body.request_id or "",

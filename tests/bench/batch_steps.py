@@ -9,7 +9,6 @@ while others are open. Prints the figures of bench.batches, without the server's
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import time
@@ -22,9 +21,9 @@ from bench.batches import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     QUIET,
+    parse_options,
     report,
 )
-from bench.load import positive
 from bench.model import IDS, model_folder
 from bench.workloads import Workload, poisson_arrivals
 from serve_llm.cli.bench.client import TimedReply
@@ -106,12 +105,7 @@ class Turn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="default: the 0.5B shape with random weights")
-    parser.add_argument("--rate", type=positive, default=3.0, help="interactive requests per second")
-    parser.add_argument("--requests", type=int, default=60, help="in each turn, with and without")
-    parser.add_argument("--turns", type=int, default=5)
-    given = parser.parse_args()
+    given = parse_options(__doc__, rate=3.0, requests=60, turns=5)
     directory = model_folder() if given.model is None else resolve_model(given.model)
     clock = WorkClock()
     engine = make_engine(directory, dtype="bfloat16", cpu_threads=1, kv_cache_memory="256MiB")

@@ -100,13 +100,18 @@ def find_percentiles(replies: Sequence[TimedReply]) -> dict[str, float]:
     return {name: 1000 * getattr(result, field) for name, field in FIGURES.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(description: str | None, rate: float, requests: int, turns: int) -> argparse.Namespace:
+    """Parse the command line. rate, requests, turns: defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: the 0.5B shape with random weights")
-    parser.add_argument("--rate", type=positive, default=2.0, help="interactive requests per second")
-    parser.add_argument("--requests", type=int, default=40, help="in each turn, with and without")
-    parser.add_argument("--turns", type=int, default=10)
-    given = parser.parse_args()
+    parser.add_argument("--rate", type=positive, default=rate, help="interactive requests per second")
+    parser.add_argument("--requests", type=int, default=requests, help="in each turn, with and without")
+    parser.add_argument("--turns", type=int, default=turns)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse_options(__doc__, rate=2.0, requests=40, turns=10)
     stop_on_signals()
     model = given.model or str(model_folder())
     workload = Workload("interactive", 0, PROMPT_TOKENS, OUTPUT_TOKENS, given.requests)

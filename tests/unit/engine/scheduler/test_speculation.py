@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -57,13 +58,16 @@ def test_random_loads(specs, load: Load, num_tokens, period) -> None:
     for number, (prompt, max_tokens, logprobs, step, abort) in enumerate(specs):
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), logprobs=logprobs)
         arrivals.append(Arrival(Request(id=number, prompt_ids=prompt, sampling=sampling), step, abort))
-    load.run(load.build_scheduler(speculator=TextSpeculator(num_tokens, lambda request: Guesser(period))), arrivals)
+    load.run(
+        load.build_scheduler(speculator=TextSpeculator(num_tokens, lambda request: Guesser(period), time.monotonic)),
+        arrivals,
+    )
 
 
 def make_scheduler(
     num_tokens: int, period: int, num_blocks: int = 100, match_length: int | None = None
 ) -> tuple[Scheduler, TextSpeculator]:
-    speculator = TextSpeculator(num_tokens, lambda request: Guesser(period, match_length))
+    speculator = TextSpeculator(num_tokens, lambda request: Guesser(period, match_length), time.monotonic)
     scheduler = Scheduler(
         FULL,
         num_blocks,
