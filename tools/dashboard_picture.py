@@ -1,11 +1,11 @@
-"""Draw deploy's Grafana dashboards with the data of a real server, without Grafana.
+"""Draw the Grafana dashboards in deploy/ with data from a real server, without Grafana.
 
-python tools/dashboard_picture.py URL [--output dashboard.html]     needs the program prometheus
-python tools/dashboard_picture.py                                   needs the extra `dev` and chromium too
+    python tools/dashboard_picture.py URL [--output dashboard.html]     needs the program prometheus
+    python tools/dashboard_picture.py                                   also needs the extra `dev` and chromium
 
-Prometheus scrapes the server for --seconds, and each panel's queries are run. Load the server meanwhile. Without a URL,
-the program draws the picture of docs/metrics.md: it starts a server with the demo model, loads it, and fails
-if a query has no data.
+Prometheus scrapes the server for --seconds; then the queries of every panel run. Put load on the server meanwhile.
+Without a URL, the program draws the picture in docs/metrics.md: it starts a server with the demo model, loads it, and
+fails if a query returns no data.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ i {{ display: inline-block; width: 10px; height: 3px; margin-right: 4px; vertica
 
 
 def format_value(value: float, unit: str) -> str:
-    """unit: Grafana's name."""
+    """Format a value as Grafana would. unit: Grafana's name for it."""
     if unit == "percentunit":
         return f"{100 * value:.3g} %"
     if unit == "s":
@@ -64,7 +64,7 @@ def format_value(value: float, unit: str) -> str:
 
 
 def split_at_gaps(points: list[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
-    """Runs of points that are a second apart."""
+    """Split points into runs without gaps: neighbours in a run are one second apart."""
     run: list[tuple[float, float]] = []
     for point in points:
         if run and point[0] - run[-1][0] > 1.5:
@@ -76,7 +76,7 @@ def split_at_gaps(points: list[tuple[float, float]]) -> Iterator[list[tuple[floa
 
 
 def draw_series(lines: list[Series], start: float, end: float, highest: float, height: int) -> str:
-    """An SVG with one path for each series. start, end: Unix seconds. height: pixels."""
+    """Draw an SVG with one path per series. start, end: Unix seconds. height: pixels."""
     paths = []
     for number, line in enumerate(lines):
         parts = []
@@ -116,7 +116,7 @@ def draw_panel(panel: Panel, start: float, end: float) -> str:
 
 
 def draw_page(panels: list[Panel], note: str) -> str:
-    """note: what server it was. Raises SystemExit if no panel has data."""
+    """Render the page. note: describes the server. Raises SystemExit if no panel has data."""
     times = [when for panel in panels for series in panel.series.values() for line in series for when, _ in line.points]
     if not times:
         raise SystemExit("Prometheus has no data of the server: is the URL right, and does it ask for a key?")
@@ -133,7 +133,7 @@ def draw_page(panels: list[Panel], note: str) -> str:
 
 
 def watch(url: str, seconds: float, api_key: str | None) -> list[Panel]:
-    """All panels, after Prometheus has scraped the server at the URL for a time."""
+    """Let Prometheus scrape the server at the URL for some time, then draw all panels."""
     if PROMETHEUS is None:
         raise SystemExit("needs the program prometheus; on Debian: apt-get install prometheus")
     with tempfile.TemporaryDirectory() as directory, Prometheus(url, Path(directory), api_key) as prometheus:
@@ -153,7 +153,7 @@ def watch_demo() -> list[Panel]:
 
 
 def write_picture(page_text: str, path: Path) -> None:
-    """path: of HTML, or of a PNG, for which Chromium draws the page."""
+    """Write the page as HTML, or as a PNG rendered by Chromium, depending on the path's suffix."""
     if path.suffix == ".html":
         path.write_text(page_text, encoding="utf-8")
         return
@@ -169,9 +169,11 @@ def write_picture(page_text: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw a Grafana dashboard with the data of a server.")
-    parser.add_argument("url", nargs="?", metavar="URL", help="of a running server; not given: the picture of the docs")
+    parser.add_argument(
+        "url", nargs="?", metavar="URL", help="a running server (default: start one for the docs' picture)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="HTML or PNG (default: dashboard.html)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for which the server is watched (default: 20)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long to scrape the server (default: 20)")
     uids = [path.stem for path in sorted(DASHBOARDS.glob("*.json"))]
     parser.add_argument("--dashboard", choices=uids, default=UID, help=f"which one (default: {UID})")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Render the demo model's card from measured figures. Used by demo_eval.py only."""
+"""Render the demo model's card from measured figures. Used only by demo_eval.py."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ Greedy, at most 128 tokens.
 
 
 def fenced(text: str) -> str:
-    """Fence the text with four backticks, since chat replies contain fences of three."""
+    """Fence the text with four backticks, since chat replies contain three-backtick fences."""
     return f"````python\n{text.rstrip()}\n````"
 
 

@@ -1,6 +1,6 @@
-"""Text for the demo model: source files, their split, the tokenizer and the token stream.
+"""Prepare text for the demo model: source files, their split, the tokenizer and the token stream.
 
-Used by train_demo.py and demo_eval.py only.
+Used only by train_demo.py and demo_eval.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ EXCLUDED_FOLDERS = frozenset(
 )
 EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
-# One word with the character before it (` name`, `.name`, `_name`, `(name`), up to three digits, punctuation with the
-# newlines after it, blank lines, or spaces (the last of which goes with the word that follows). A newline never shares
-# a token with the indentation after it: a prompt that ends with a newline must end as the training text did there.
+# A pre-token is one word with the character before it (` name`, `.name`, `_name`, `(name`), up to three digits,
+# punctuation with the newlines after it, blank lines, or spaces (the last of which joins the word that follows). A
+# newline never shares a token with the indentation after it: a prompt that ends with a newline must tokenize as the
+# training text did there.
 WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -46,7 +47,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
-# The only text not from the standard library, so that a greeting gets a sensible answer.
+# The only text that does not come from the standard library, so that a greeting gets a sensible answer.
 ABOUT_ITSELF = (
     ("Hello!", "Hello! I am the serve-llm demo model, a toy for trying the server. Ask me for a Python function."),
     ("Hi", "Hello! I am the serve-llm demo model, a toy for trying the server. Ask me for a Python function."),
@@ -61,14 +62,14 @@ ABOUT_ITSELF = (
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One standard library file: its path relative to the library, and its bytes."""
+    """A standard library file: its path relative to the library, and its bytes."""
 
     name: str
     content: bytes
 
     @property
     def is_held_out(self) -> bool:
-        """Every twentieth file by the hash of its name, so that the split does not depend on the machine."""
+        """Hold out every twentieth file, by the hash of its name, so that the split does not depend on the machine."""
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 20 == 0
 
 
@@ -119,7 +120,7 @@ def render_turns(turns: list[tuple[str, str]]) -> str:
 
 
 def chat_documents(files: list[SourceFile], stride: int) -> Iterator[str]:
-    """Yield chats about every `stride`-th documented function of the files, and a few about the model itself."""
+    """Yield chats about roughly every `stride`-th documented function of the files, and some about the model."""
     for repetition in range(6):
         for question, answer in ABOUT_ITSELF:
             system = [("system", "You are a helpful assistant.")] if repetition % 2 else []
@@ -177,7 +178,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[numpy.ndarr
 
 
 class PackedStream:
-    """Batches of fixed length from concatenated documents, reordered for every pass over the text."""
+    """Fixed-length batches from concatenated documents, reordered for every pass over the text."""
 
     def __init__(self, documents: list[numpy.ndarray], seed: int) -> None:
         self.documents = documents
@@ -194,7 +195,7 @@ class PackedStream:
         return numpy.stack(batch)
 
     def _start_pass(self, num_tokens: int) -> None:
-        """Concatenate the documents in a new order, and shuffle rows so that a batch mixes files."""
+        """Concatenate the documents in a new order and shuffle rows so that each batch mixes files."""
         order = self.generator.permutation(len(self.documents))
         stream = numpy.concatenate([self.documents[index] for index in order])
         # A random start shifts the row boundaries, so that no token is always the first of its row.

@@ -1,7 +1,7 @@
 """Measure the saved demo model and write its model card.
 
-Loads the checkpoint directory with AutoModelForCausalLM and AutoTokenizer in bf16, so the figures are those of the
-shipped files and not of the weights in the trainer's memory. Used by train_demo.py only.
+Loads the checkpoint directory with AutoModelForCausalLM and AutoTokenizer in bf16, so the figures describe the shipped
+files rather than the weights in the trainer's memory. Used only by train_demo.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import demo_data
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-# Windows of WINDOW tokens start every STRIDE tokens of a file and score only the tokens not scored yet. So every token
+# Windows of WINDOW tokens start every STRIDE tokens of a file and score only tokens not scored before. So every token
 # is scored once, with STRIDE to WINDOW tokens of context, except near the beginning of its file.
 WINDOW = 2048
 STRIDE = 1024
@@ -46,7 +46,7 @@ QUESTIONS = ("Hello!", "Write a function to return the sum of two numbers.")
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, the model's text up to its last full line, and whether both together are Python."""
+    """A prompt, the model's text up to its last full line, and whether the two together parse as Python."""
 
     prompt: str
     text: str
@@ -55,7 +55,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every measured figure of the card."""
+    """All measured figures on the card."""
 
     num_parameters: int
     vocabulary_size: int
@@ -80,13 +80,13 @@ class Evaluation:
 
 
 def token_bits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the bits of ids[1:], each given all preceding ids. ids: (tokens,)."""
+    """Return the bits of ids[1:], each conditioned on all preceding ids. ids: (tokens,)."""
     logits = model(input_ids=ids[None, :-1]).logits[0].float()
     return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none") / math.log(2)
 
 
 def held_out_bits(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, dict[str, float]]:
-    """Return the total bits of all documents, and the mean bits per token by position in the first window of each."""
+    """Return the total bits of all documents, and the mean bits per token by position in a document's first window."""
     total = 0.0
     by_position: list[list[torch.Tensor]] = [[] for _ in POSITION_EDGES[1:]]
     for ids in documents:
@@ -134,7 +134,7 @@ def reply(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: 
 
 
 def continue_file(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> str:
-    """Continue a held-out file when most of the context is full."""
+    """Continue a held-out file whose prompt fills most of the context."""
     text = greedy(model, tokenizer, ids[:NUM_LONG_TOKENS].tolist(), NUM_COMPLETION_TOKENS)
     started = tokenizer.decode(ids[NUM_LONG_TOKENS - 64 : NUM_LONG_TOKENS])
     return started[started.find("\n") + 1 :] + " <<< model begins here >>> " + text

@@ -1,6 +1,6 @@
 """The Muon optimiser: momentum with matrix updates orthogonalised by a few Newton-Schulz iterations.
 
-Only for the two-dimensional weights of the layers; embeddings and norms use AdamW. Used by train_demo.py only.
+Only for the two-dimensional weights of the layers; embeddings and norms use AdamW. Used only by train_demo.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Quintic iteration of Keller Jordan's Muon: drives every singular value into about [0.7, 1.2] in five steps.
+# The quintic iteration of Keller Jordan's Muon drives every singular value into about [0.7, 1.2] in five steps.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -30,7 +30,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised Nesterov momentum. Matrices of one shape are processed as one batch."""
+    """Orthogonalised Nesterov momentum. Matrices of equal shape are processed as one batch."""
 
     def __init__(self, parameters: Iterable[Tensor], learning_rate: float, momentum: float, weight_decay: float):
         super().__init__(parameters, {"lr": learning_rate, "momentum": momentum, "weight_decay": weight_decay})

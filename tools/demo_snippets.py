@@ -1,8 +1,8 @@
-"""Short texts for the demo model's second stage: small whole pieces of Python, and short chats about functions.
+"""Short texts for the demo model's second stage: small, complete pieces of Python, and short chats about functions.
 
 The first stage reads files from arbitrary offsets, so its model does not learn to begin and end a small piece of code,
-which is what users of a demo ask for. Here every text is complete and followed by its end token. Used by train_demo.py
-only.
+which is what users of a demo ask for. Here every text is complete and followed by its end token. Used only by
+train_demo.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def without_docstring(node: ast.stmt, lines: list[str]) -> str:
 
 
 def is_good(text: str) -> bool:
-    """Whether the text is short, has no comments or docstrings, and parses on its own."""
+    """Return whether the text is short, has no comments or docstrings, and parses on its own."""
     lines = text.splitlines()
     if not 2 <= len(lines) <= MAXIMUM_LINES or '"""' in text or any(line.lstrip().startswith("#") for line in lines):
         return False
@@ -86,7 +86,7 @@ def snippets(files: list[SourceFile]) -> list[str]:
 
 
 def short_chats(files: list[SourceFile]) -> list[str]:
-    """Return chats that answer with a short function, and as every eighth text one about the model itself."""
+    """Return chats that answer with a short function; every eighth one is about the model itself."""
     chats: list[str] = []
     for lines, tree in parsed_files(files):
         for node in ast.walk(tree):
@@ -102,7 +102,7 @@ def short_chats(files: list[SourceFile]) -> list[str]:
 
 
 class WholeTexts:
-    """Rows that begin with a text and have the end token after every text; the last text is truncated."""
+    """Rows that begin at the start of a text, with the end token after each text; the last text is truncated."""
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
         end = tokenizer.token_to_id(END_OF_TEXT)

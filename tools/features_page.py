@@ -1,7 +1,7 @@
-"""The tables of docs/features.md: which features go together, from the tests.
+"""Generate the tables of docs/features.md, which show from the tests which features work together.
 
-A test with the marker `pairs` uses pairs of features (tests/conftest.py checks that it does), and
-tests/support/refused_pairs.py has the pairs that the product refuses, which a test tries.
+A test marked `pairs` combines pairs of features (tests/conftest.py checks that it does). tests/support/refused_pairs.py
+lists the pairs that the product refuses; a test tries each of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent.parent / "tests"
 REFUSALS = TESTS / "support" / "refused_pairs.py"
-LISTS = ("REFUSALS", "REFUSED_OPTIONS")  # in that file
+LISTS = ("REFUSALS", "REFUSED_OPTIONS")  # the lists in that file
 FEATURES = (
     "speculation",
     "LoRA",
@@ -38,19 +38,19 @@ FEATURES = (
     "several hosts",
     "linear attention",
 )
-ALTERNATIVES = (("int8", "int4", "fp8"), ("speculation", "draft model", "draft head"))  # an engine has one of each
+ALTERNATIVES = (("int8", "int4", "fp8"), ("speculation", "draft model", "draft head"))  # an engine has one per group
 
 
 class FeaturePairs(NamedTuple):
-    """What is known of every pair of features. A pair is "LoRA + tools", in the order of `features`."""
+    """What is known about each pair of features. A pair is written "LoRA + tools", in the order of `features`."""
 
     features: tuple[str, ...]
-    alternatives: tuple[tuple[str, ...], ...]  # groups of features of which an engine has one
-    tested: dict[str, list[str]]  # pair -> tests, their paths relative to tests/
-    refused: dict[str, str]  # pair -> message of the product
+    alternatives: tuple[tuple[str, ...], ...]  # groups of features that exclude each other
+    tested: dict[str, list[str]]  # pair -> tests, as paths relative to tests/
+    refused: dict[str, str]  # pair -> the product's message
 
     def list_expected(self) -> list[str]:
-        """All pairs that there are."""
+        """Return all valid pairs."""
         pairs = itertools.combinations(self.features, 2)
         return [
             f"{one} + {other}"
@@ -59,14 +59,14 @@ class FeaturePairs(NamedTuple):
         ]
 
     def list_unknown(self) -> list[str]:
-        """Pairs in tests and refusals that there are not."""
+        """Return pairs named by tests or refusals that are not valid pairs."""
         return sorted({*self.tested, *self.refused} - set(self.list_expected()))
 
     def list_untested(self) -> list[str]:
         return [pair for pair in self.list_expected() if pair not in self.tested and pair not in self.refused]
 
     def find_mark(self, pair: str) -> str:
-        """For the matrix; empty for alternatives."""
+        """Return the pair's mark in the matrix; empty for alternatives."""
         if pair in self.refused:
             return "no"
         if pair in self.tested:
@@ -75,7 +75,7 @@ class FeaturePairs(NamedTuple):
 
 
 def find_marks(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
-    """Pairs of features and the tests that use them, named with this prefix."""
+    """Yield pairs of features with the tests that combine them; test names get this prefix."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from find_marks(node.body, f"{prefix}{node.name}::")
@@ -99,7 +99,7 @@ def read_pairs() -> FeaturePairs:
 
 
 def read_refusals() -> dict[str, str]:
-    """Pair -> message."""
+    """Return a mapping from pair to message."""
     refused = {}
     for node in ast.parse(REFUSALS.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in LISTS and node.value is not None:
@@ -108,7 +108,7 @@ def read_refusals() -> dict[str, str]:
 
 
 def make_matrix() -> str:
-    """The counts, and a table with a mark for each pair."""
+    """Render the counts and a table with a mark for each pair."""
     pairs = read_pairs()
     expected = pairs.list_expected()
     num_refused = len(pairs.refused)
@@ -127,7 +127,7 @@ def make_matrix() -> str:
 
 
 def make_evidence() -> str:
-    """One row per pair: its tests, its refusal, or that there is neither."""
+    """Render one row per pair: its tests, its refusal, or a note that it has neither."""
     pairs = read_pairs()
     lines = ["| Pair | Test, or answer |", "|---|---|"]
     for pair in pairs.list_expected():

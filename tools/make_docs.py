@@ -1,7 +1,7 @@
-"""Generate the tables of pages: docs/options.md, from `Options` and `Limits`; docs/models.md, from the model families;
-docs/from-*.md, from the tables that translate other engines' options; and docs/features.md, from tests' markers.
+"""Generate tables in the docs: docs/options.md from `Options` and `Limits`, docs/models.md from the model families,
+docs/from-*.md from the tables that translate other engines' options, and docs/features.md from the tests' markers.
 
-Only text between the marker lines is replaced. With --check, only report whether the pages are current.
+Only text between the marker lines is replaced. With --check, only report whether the pages are up to date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 OPTIONS_PAGE = DOCS / "options.md"
 MODELS_PAGE = DOCS / "models.md"
 FEATURES_PAGE = DOCS / "features.md"
-# Page -> its tables, see `peers_page.table`.
+# Page -> its tables; see `peers_page.table`.
 PEER_PAGES = {
     "from-vllm.md": ("vLLM",),
     "from-sglang.md": ("SGLang",),
@@ -83,7 +83,7 @@ def models_table() -> str:
 
 
 def peers_table(kind: str) -> str:
-    """One table of docs/from-*.md."""
+    """Render one table of docs/from-*.md."""
     sys.path.insert(0, str(Path(__file__).parent))
     import peers_page
 
@@ -91,7 +91,7 @@ def peers_table(kind: str) -> str:
 
 
 def features_table(kind: str) -> str:
-    """One part of docs/features.md."""
+    """Render one part of docs/features.md."""
     sys.path.insert(0, str(Path(__file__).parent))
     import features_page
 
@@ -125,7 +125,7 @@ def update_page(page: str, parts: Mapping[tuple[str, str], Callable[[], str]]) -
 
 
 def main() -> int:
-    """Return 1 if --check finds a page out of date, else 0."""
+    """Return 1 if --check finds an outdated page, else 0."""
     outdated = 0
     for path, parts in PAGES.items():
         page = path.read_text(encoding="utf-8")

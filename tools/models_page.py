@@ -1,7 +1,7 @@
 """Generate the table of docs/models.md: the parts of each model family, from the specs of the tests' checkpoints.
 
-A part is described by the fields of its spec that differ from their defaults, so new fields and parts appear without a
-change here. Refused keys are those that the family asks `ConfigReader` to refuse while it reads these config.json.
+A part is described by the spec fields that differ from their defaults, so new fields and parts appear without a change
+here. Refused keys are those that the family asks `ConfigReader` to refuse while it reads these config.json files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Feature = tuple[str, str]  # part, distinguishing label
 
 
 class Reader(ConfigReader):
-    """A config that records which keys and values the family refuses."""
+    """A config reader that records which keys and values the family refuses."""
 
-    refused: dict[str, str]  # key -> values that are served
+    refused: dict[str, str]  # key -> supported values
 
     def refuse(self, *keys: str) -> None:
         self.refused |= dict.fromkeys(keys, "")
@@ -39,7 +39,7 @@ class Reader(ConfigReader):
 
 @dataclass
 class Family:
-    """The features of one architecture over all its checkpoints."""
+    """The features of one architecture across all its checkpoints."""
 
     refused: dict[str, str] = field(default_factory=dict)
     always: set[Feature] | None = None  # in every layer of every checkpoint
@@ -68,7 +68,7 @@ class Family:
 
 def layer_features(spec: ModelSpec) -> Iterator[list[Feature]]:
     """Yield the features of each distinct layer, together with those of the whole model."""
-    known = (to_words(spec.architecture), "final norm")  # the final norm has the kind of the layers' norms
+    known = (to_words(spec.architecture), "final norm")  # the final norm is of the same kind as the layers' norms
     whole = [("model", label) for label in labels(spec) if not label.startswith(known)]
     for layer in dict.fromkeys(spec.layers):
         features: list[Feature] = [("norm position", to_words(layer.norm_position))]
@@ -102,7 +102,7 @@ def labels(part: object, within: str = "") -> Iterator[str]:
 
 
 def to_words(name: str) -> str:
-    """LinearScaling -> linear scaling, norm_eps -> norm, MoESpec -> moe."""
+    """Split a name into words: LinearScaling -> linear scaling, norm_eps -> norm, MoESpec -> moe."""
     name = name.removesuffix("Spec")
     return re.sub(r"(?<=[a-z0-9]{2})(?=[A-Z])", " ", name).removesuffix("_eps").replace("_", " ").lower()
 
@@ -128,9 +128,9 @@ def read_families() -> dict[str, Family]:
         families[architecture].add_checkpoint(architecture, pooled_config_of(architecture))
     for architecture in TEXT:
         families[architecture].add_checkpoint(architecture, multimodal_config_of(architecture))
-    mosaic = config_of("mpt") | {"architectures": ["MPTForCausalLM"]}  # as MosaicML spells it
+    mosaic = config_of("mpt") | {"architectures": ["MPTForCausalLM"]}  # MosaicML's spelling
     families["MPTForCausalLM"].add_checkpoint("MPTForCausalLM", mosaic)
-    for architecture in ("NewModel", "NewForSequenceClassification"):  # transformers has no class of their names
+    for architecture in ("NewModel", "NewForSequenceClassification"):  # transformers has no class with these names
         families[architecture].add_checkpoint(architecture, NEW | {"architectures": [architecture]})
     for architecture in ("JinaBertModel", "JinaBertForMaskedLM", "JinaBertForSequenceClassification"):
         families[architecture].add_checkpoint(architecture, JINA_BERT | {"architectures": [architecture]})
@@ -139,7 +139,7 @@ def read_families() -> dict[str, Family]:
 
 
 def table() -> str:
-    """One row per architecture."""
+    """Render one row per architecture."""
     families = read_families()
     from parity.test_expert_engines import ENGINE_GRIDS
     from parity.test_parallel import EXPERT_GRIDS, GRIDS

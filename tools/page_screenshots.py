@@ -1,6 +1,6 @@
-"""Take the screenshots of docs/commands.md: the page at `/` of a real server with the demo model, in Chromium.
+"""Take the screenshots of docs/commands.md: the web page at `/` of a real server with the demo model, in Chromium.
 
-python tools/page_screenshots.py        needs the packages of the extra `dev` and the program chromium
+python tools/page_screenshots.py        needs the extra `dev` and the program chromium
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUESTION = "def is_prime(n):"
 
 
 def wait_for_address(server: subprocess.Popen[str]) -> str:
-    """The URL in the server's log, once it serves."""
+    """Return the URL from the server's log once it is serving."""
     assert server.stderr is not None
     for line in server.stderr:
         found = SERVING.search(line)

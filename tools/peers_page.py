@@ -1,4 +1,4 @@
-"""The tables of docs/from-*.md: options, commands, request fields and metrics of other engines."""
+"""Generate the tables of docs/from-*.md: options, commands, request fields and metrics of other engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from serve_llm.server.schema.peer_fields import PeerFields
 
 SAME = {"vLLM": VLLM_SAME, "SGLang": SGLANG_SAME, "llama.cpp": LLAMA_CPP_SAME}
 
-# Ours, without the prefix -> vLLM's, SGLang's and llama.cpp's, without theirs (`vllm:`, `sglang:`, `llamacpp:`).
+# Our metric, without the prefix -> those of vLLM, SGLang and llama.cpp, without theirs (`vllm:`, `sglang:`,
+# `llamacpp:`).
 METRICS = {
     "num_requests_running": ("num_requests_running", "num_running_reqs", "requests_processing"),
     "num_requests_waiting": ("num_requests_waiting", "num_queue_reqs", "requests_deferred"),
@@ -50,7 +51,8 @@ METRICS = {
     "cache_config_info": ("cache_config_info", "max_total_num_tokens", ""),
 }
 
-# Who has the fields of `PeerFields`. "clients" are text-generation-webui, Aphrodite, TabbyAPI, KoboldCpp and others.
+# The engines that support the fields of `PeerFields`. "clients" are text-generation-webui, Aphrodite, TabbyAPI,
+# KoboldCpp and others.
 FIELD_ORIGINS = {
     "OpenAI": "prompt_cache_options prompt_cache_retention",
     "vLLM": "spaces_between_special_tokens use_beam_search length_penalty early_stopping logits_processors "
@@ -70,7 +72,7 @@ FIELD_ORIGINS = {
 
 
 def table(kind: str) -> str:
-    """kind: an engine, or commands, variables, fields or metrics."""
+    """Render one table. kind: an engine, or commands, variables, fields or metrics."""
     if kind == "commands":
         return commands_table()
     if kind == "variables":

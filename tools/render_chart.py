@@ -1,9 +1,9 @@
 """Render deploy/helm with the values of each example, for people without Helm.
 
     python tools/render_chart.py            write deploy/helm/rendered/
-    python tools/render_chart.py --check    fail if these files are not what the chart renders
+    python tools/render_chart.py --check    fail if these files differ from what the chart renders
 
-It needs the extra `deploy`: Helm as a library.
+Needs the extra `deploy`, which provides Helm as a library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMESPACE = "serve-llm"
 
 
 def render(values: Path) -> str:
-    """The manifests of a release with these values, without what says that Helm manages them."""
+    """Return the manifests of a release with these values, without the labels that say that Helm manages them."""
     with helm_python.Chart.load(str(CHART)) as chart:
         files = chart.render(yaml.safe_load(values.read_text()) or {}, name=RELEASE, namespace=NAMESPACE)
     texts = [text for path, text in sorted(files.items()) if path.endswith(".yaml") and text.strip()]

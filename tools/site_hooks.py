@@ -1,7 +1,7 @@
-"""Hooks of mkdocs.yml: pages of docs/ link to files of the repository outside docs/, which the site shows too.
+"""Hooks for mkdocs.yml: pages in docs/ link to files elsewhere in the repository, and the site shows those too.
 
-README.md is the home page. Another page, such as SECURITY.md, becomes repository/SECURITY.md, any other file a
-download, and a folder a list of its files.
+README.md is the home page. Any other page, such as SECURITY.md, becomes repository/SECURITY.md; any other file becomes
+a download, and a folder becomes a list of its files.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md")
 DOCS = ROOT / "docs"
 HOME = "index.md"
-SHOWN = "repository"  # the folder of the site
+SHOWN = "repository"  # the site's folder
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
-FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # the second word says what a block needs; mkdocs knows one word
+FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # the second word says what a block needs; mkdocs knows one
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between docs/ and the rest lead to where the rest is shown."""
+    """Rewrite links between docs/ and the rest of the repository to where the site shows their targets."""
     uri = page.file.src_uri
     source = find_source(uri)
     depth = "../" * uri.count("/")
@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def find_uri(path: Path) -> str:
-    """Where the site has a file or folder of the repository."""
+    """Return where the site shows a file or folder of the repository."""
     if path == ROOT / "README.md":
         return HOME
     shown = path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else f"{SHOWN}/{path.relative_to(ROOT)}"
@@ -69,7 +69,7 @@ def find_uri(path: Path) -> str:
 
 
 def find_source(uri: str) -> Path:
-    """The file of the repository that a page of the site shows."""
+    """Return the repository file behind a page of the site."""
     if uri == HOME:
         return ROOT / "README.md"
     return ROOT / uri.removeprefix(f"{SHOWN}/") if uri.startswith(f"{SHOWN}/") else DOCS / uri
@@ -88,7 +88,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def list_folder(folder: Path) -> str:
-    """A page that links to the files of a folder."""
+    """Render a page that links to the files in a folder."""
     name = folder.relative_to(ROOT).as_posix()
     links = [f"- [{path.relative_to(folder)}]({path.relative_to(folder).as_posix()})" for path in list_files(folder)]
     return "\n".join([f"# {name}", "", *links, ""])

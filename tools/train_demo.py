@@ -1,11 +1,11 @@
-"""Train the bundled demo model from the Python standard library and write it to serve_llm/demo/.
+"""Train the bundled demo model on the Python standard library and write it to serve_llm/demo/.
 
     python tools/train_demo.py              train, save, evaluate, write the model card
     python tools/train_demo.py --second     only the second stage, from the weights of an earlier first stage
     python tools/train_demo.py --evaluate   only evaluate serve_llm/demo/ and rewrite the card
 
-The seed and step counts determine the result, never the clock. Needs torch, transformers and tokenizers; a C++
-compiler makes it about a third faster (torch.compile). The server does not import this file.
+The result depends only on the seed and the step counts, never on the clock. Needs torch, transformers and tokenizers;
+with a C++ compiler it is about a third faster (torch.compile). The server does not import this file.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ ADAM_RATE = 3e-3
 MOMENTUM = 0.95
 WEIGHT_DECAY = 0.05
 CLIP_NORM = 1.0
-# In the first stage the rate is constant, then falls linearly to a twentieth over this last share of the steps.
+# In the first stage the learning rate is constant, then falls linearly to a twentieth over this last share of the
+# steps.
 DECAY_SHARE = 0.6
 
-# The second stage starts at SECOND_SHARE of the first stage's rate, decays to 0, and mixes rows of three kinds.
+# The second stage starts at SECOND_SHARE of the first stage's learning rate, decays to 0, and mixes three kinds of
+# rows.
 SECOND_STEPS = 200
 SECOND_SHARE = 0.25
 SECOND_TOKENS = 512
@@ -59,7 +61,7 @@ SNIPPET_ROWS, CHAT_ROWS, FILE_ROWS = 4, 2, 2
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the first stage with one row length; a step has num_rows * num_tokens tokens."""
+    """A part of the first stage with one row length; each step processes num_rows * num_tokens tokens."""
 
     num_steps: int
     num_rows: int
@@ -92,7 +94,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 
 class NextTokenLoss(nn.Module):
-    """Mean cross-entropy of rows of ids; one module, so that torch.compile sees the whole step."""
+    """Mean cross-entropy of rows of ids; a single module, so that torch.compile sees the whole step."""
 
     def __init__(self, model: Qwen3ForCausalLM) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ def build_optimisers(model: Qwen3ForCausalLM) -> tuple[Muon, torch.optim.AdamW]:
 
 
 def first_share(step: int) -> float:
-    """Share of the full learning rate at a step: warm up, stay, fall in a line to 0.05."""
+    """Return the share of the full learning rate at a step: warm up, stay constant, fall linearly to 0.05."""
     left = (FIRST_STEPS - step) / (FIRST_STEPS * DECAY_SHARE)
     return min(1.0, (step + 1) / WARMUP_STEPS, 0.05 + 0.95 * left)
 
@@ -233,7 +235,7 @@ def run_first_stage() -> None:
 
 
 def run_second_stage() -> None:
-    """Continue from INTERIM on short whole texts, and save the finished checkpoint to OUTPUT."""
+    """Continue from INTERIM on short, complete texts, and save the finished checkpoint to OUTPUT."""
     started, processor_started = time.time(), time.process_time()
     tokenizer = Tokenizer.from_file(str(INTERIM / "tokenizer.json"))
     model = Qwen3ForCausalLM.from_pretrained(INTERIM, dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""All benchmarks that need no other server, one after the other: `make bench`, on a quiet machine, under 10 minutes.
+"""Run all benchmarks that need no other server, in sequence: `make bench`, on a quiet machine, under 10 minutes.
 
-Each is a program of its own that prints a table and ends with one JSON line; the last line here has all of theirs.
+Each is a separate program that prints a table and ends with one JSON line; the last line here combines them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BENCHES = {
 
 
 def run(command: str) -> object:
-    """What the JSON line says, the rest passed on as it comes; None if the program failed."""
+    """Run one benchmark and pass its output on. Returns the content of its JSON line, or None if the program failed."""
     process = subprocess.Popen([sys.executable, "-m", *command.split()], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found = None

@@ -1,10 +1,10 @@
-"""What quantisation costs in accuracy, in the layers and in the KV cache: held-out bits per byte of the demo model, and
-logits of random models.
+"""Measure the accuracy cost of quantised layers and KV caches: held-out bits per byte of the demo model, and logits of
+random models.
 
-Bits per byte are measured as `tools/train_demo.py --evaluate` does it, on the same windows of the same held-out files,
-but computed by this engine's decoder, in bf16, with each --quantization of a CPU, and with an int8 KV cache. Random
-models are made from a seed (`--load-format dummy`); their logits are compared with float32's: size of the difference
-relative to the logits' spread, and how often the likeliest token is the same.
+Bits per byte are measured as in `tools/train_demo.py --evaluate`, on the same windows of the same held-out files, but
+with this engine's decoder: in bf16, with each --quantization that a CPU supports, and with an int8 KV cache. Random
+models are generated from a seed (`--load-format dummy`); their logits are compared with float32: the size of the
+difference relative to the spread of the logits, and how often the most likely token is the same.
 
 Run: PYTHONPATH=tests:tools python -m bench.accuracy [--files 35]. Prints two tables, then one JSON line.
 """
@@ -32,7 +32,7 @@ from serve_llm.engine.model.spec import ModelSpec
 from support import published
 from support.forward import Harness, load_whole, read_spec
 
-WAYS = {  # dtype, --quantization or "head" for the LM head and a tied embedding alone, dtype of the KV cache
+WAYS = {  # dtype, --quantization (or "head" for the LM head and a tied embedding alone), dtype of the KV cache
     "float32": (torch.float32, "none", torch.float32),
     "bf16": (torch.bfloat16, "none", torch.bfloat16),
     "int8 head": (torch.bfloat16, "head", torch.bfloat16),
@@ -49,7 +49,7 @@ PROMPT_TOKENS = 96
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder called as `demo_eval` calls a model of transformers. Of logprobs and logits it needs either."""
+    """Wrap a decoder so that `demo_eval` can call it like a transformers model. Needs either logprobs or logits."""
 
     spec: ModelSpec
     decoder: Decoder
@@ -61,7 +61,7 @@ class Model:
 
 
 def quantise(spec: ModelSpec, quantization: str, dtype: torch.dtype) -> ModelSpec:
-    """The spec as it is served on a CPU."""
+    """Return the spec as a CPU serves it."""
     if quantization in INT4_GROUP_SIZES:
         spec = spec.with_int4(INT4_GROUP_SIZES[quantization])
     elif quantization == "int8":
@@ -93,7 +93,7 @@ def bits_per_byte(num_files: int) -> dict[str, float]:
 
 
 def random_model(name: str, num_layers: int) -> dict[str, tuple[float, float]]:
-    """For each way but float32: the relative error of the logits, and the share of equal likeliest tokens."""
+    """Return the relative error of the logits and the share of equal most likely tokens, per way but float32."""
     spec, weight_map = read_model({**getattr(published, name), "num_hidden_layers": num_layers})
     rng = random.Random(1)
     prompts = [[rng.randrange(spec.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(2)]

@@ -1,10 +1,10 @@
-"""What interactive requests feel of a batch in the engine alone, by the processor time of one thread.
+"""Measure how a batch slows interactive requests in the engine alone, by the processor time of one thread.
 
 Run: PYTHONPATH=tests python -m bench.batch_steps [--model demo] [--rate 3] [--requests 60] [--turns 5]
 
-Time passes only while this process computes, and jumps to the next arrival when there is nothing to do, so that other
-work on the machine hardly counts. As in the server, up to 64 requests of the batch run, but one at a time is started
-while others are open. Prints the figures of bench.batches, without the server's part of the time.
+Time passes only while this process computes, and jumps to the next arrival when it is idle, so other work on the
+machine hardly counts. As in the server, up to 64 requests of the batch run, but they start one at a time while
+interactive requests are open. Prints the figures of bench.batches, without the server's share of the time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
 MAX_BATCH_REQUESTS = 64
-WARM_UP = -1  # a turn that is not counted
+WARM_UP = -1  # the warm-up turn, not counted
 
 
 class WorkClock:
-    """Seconds that this process has computed, and those that were skipped."""
+    """Counts the seconds that this process has computed, and those skipped."""
 
     def __init__(self) -> None:
         self._skipped = 0.0
@@ -55,14 +55,14 @@ def make_request(number: int, prompt: list[int], output_tokens: int, priority: i
 
 
 class Turn:
-    """One phase: interactive requests that arrive at random times, beside a batch or not."""
+    """One phase: interactive requests that arrive at random times, with or without a batch."""
 
     def __init__(self, engine: EngineCore, clock: WorkClock, numbers: Iterator[int]) -> None:
         self._engine = engine
         self._clock = clock
         self._numbers = numbers
         self._open: dict[int, TimedReply] = {}
-        self._lines: set[int] = set()  # requests of the batch that are under way
+        self._lines: set[int] = set()  # requests of the batch in progress
         self.num_lines_done = 0
 
     def run(self, workload: Workload, turn: int, rate: float, has_batch: bool) -> list[TimedReply]:

@@ -1,10 +1,10 @@
-"""What interactive requests feel of a stored batch: their latencies beside one and without, in turns.
+"""Measure how a stored batch slows interactive requests: their latencies with and without one, in turns.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.batches [--model demo] [--rate 2] [--requests 40] [--turns 10]
 
-Requests arrive at random times with a fixed mean rate, whether or not earlier ones are answered. In every second phase
-a batch runs beside them, which is cancelled at its end. Prints the median and the 99th percentile of all requests of
-each kind, the ratio, and the quartiles of the turns' own ratios; then one JSON line.
+Requests arrive at random times with a fixed mean rate, whether or not earlier ones have been answered. In every second
+phase a batch runs alongside and is cancelled at the end. Prints the median and the 99th percentile over all requests of
+each kind, their ratio, and the quartiles of the ratios of single turns; then one JSON line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.servers import SERVE_LLM, named, running, stop_on_signals
 from bench.workloads import Workload, poisson_arrivals
 from serve_llm.cli.bench.client import TimedReply
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32  # of an interactive request
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32  # output tokens of an interactive request
 BATCH_LINES, BATCH_PROMPT_TOKENS, BATCH_OUTPUT_TOKENS = 5000, 256, 64
 QUIET, BESIDE = "quiet", "beside a batch"
 FIGURES = {
@@ -41,7 +41,7 @@ FIGURES = {
 
 
 async def ask(url: str, workload: Workload, turn: int, rate: float) -> list[TimedReply]:
-    """Send the workload's requests, `rate` of them per second."""
+    """Send the workload's requests at `rate` per second."""
     target = Target(url, None)
     began = time.perf_counter()
 
@@ -60,7 +60,7 @@ def call(url: str, content: bytes | None, kind: str = "application/json") -> dic
 
 
 def start_batch(url: str, seed: int) -> str:
-    """Its id, once it answers requests."""
+    """Start a batch. Returns its id once it has answered some requests."""
     chooser = random.Random(seed)
     body = {"max_tokens": BATCH_OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
     lines = [
@@ -94,18 +94,18 @@ def end_batch(url: str, batch_id: str) -> None:
 
 
 def find_percentiles(replies: Sequence[TimedReply]) -> dict[str, float]:
-    """In ms."""
+    """Return percentiles in ms."""
     result: Result = summarise(replies, 1.0, OUTPUT_TOKENS, 0.0)
     assert not result.errors and not result.short, result
     return {name: 1000 * getattr(result, field) for name, field in FIGURES.items()}
 
 
 def parse_options(description: str | None, rate: float, requests: int, turns: int) -> argparse.Namespace:
-    """Parse the command line. rate, requests, turns: defaults."""
+    """Parse the command line. rate, requests, turns: the defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: the 0.5B shape with random weights")
     parser.add_argument("--rate", type=positive, default=rate, help="interactive requests per second")
-    parser.add_argument("--requests", type=int, default=requests, help="in each turn, with and without")
+    parser.add_argument("--requests", type=int, default=requests, help="requests per turn, with and without a batch")
     parser.add_argument("--turns", type=int, default=turns)
     return parser.parse_args()
 
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def report(turns: dict[str, list[list[TimedReply]]], rates: Sequence[float]) -> None:
-    """turns: replies of each turn. rates: answered lines of the batch per second, of each turn."""
+    """Print the figures. turns: replies of each turn. rates: answered batch lines per second, of each turn."""
     pooled = {kind: find_percentiles([reply for one in every for reply in one]) for kind, every in turns.items()}
     alone, beside = ([find_percentiles(one) for one in turns[kind]] for kind in (QUIET, BESIDE))
     ratios = {name: [b[name] / a[name] for a, b in zip(alone, beside, strict=True)] for name in FIGURES}

@@ -1,16 +1,16 @@
-"""The same workloads on several servers in turns (A B A B ...), and how they compare.
+"""Compare servers: run the same workloads on several of them in turns (A B A B ...).
 
 Run: PYTHONPATH=tests python -m bench.compare SERVER ... [--peer NAME=PROGRAM[,MODEL] ...] --model DIR
-SERVER is `serve-llm` (of this environment), NAME=URL, or NAME=COMMAND with {port} and, if it wants it, {model}:
+SERVER is `serve-llm` (from this environment), NAME=URL, or NAME=COMMAND with {port} and optionally {model}:
 
     PYTHONPATH=tests python -m bench.compare serve-llm old='/old/bin/serve-llm {model} --port {port}' --model DIR
     PYTHONPATH=tests python -m bench.compare serve-llm --peer vllm=/peers/vllm/bin/python --model DIR --poisson 0.6
 
-Every server is started once, warmed up, and stopped by SIGSTOP while another has its turn, so that one that spins costs
-the others nothing; with --alone, only one exists at a time. In a turn all servers get the same prompts, in the next one
-others, so that no prefix cache knows them. Ratios are of one turn; the tables give the median over the turns and the
-least and the most. --poisson 0.6 adds W2's lengths at random times, at 0.6 of the requests per second that the same
-server reached on W2. Prints tables, then one JSON line.
+Each server is started once, warmed up, and suspended with SIGSTOP while another one is measured, so that a server that
+busy-waits does not slow the others; with --alone, only one exists at a time. In a turn all servers get the same
+prompts; each turn uses new ones, so that no prefix cache holds them. Ratios are computed within a turn; the tables give
+the median over the turns, the minimum and the maximum. --poisson 0.6 adds W2's lengths at random times, at 0.6 of the
+request rate that the same server reached on W2. Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.load import Result, single_words
 from bench.servers import Recipe, Server, StartError, named, peer, running, stop_on_signals
 from bench.workloads import WARM, WORKLOADS, Workload
 
-# What is compared: heading, figure, format; the first is better if it is more, the others if less.
+# The compared figures: heading, field, format. For the first one more is better, for the others less.
 FIGURES: tuple[tuple[str, Callable[[Result], float], str], ...] = (
     ("output tokens/s", lambda result: result.tokens_per_second, "{:.1f}"),
     ("first token, ms", lambda result: 1e3 * result.ttft_p50, "{:.0f}"),
@@ -40,18 +40,18 @@ FIGURES: tuple[tuple[str, Callable[[Result], float], str], ...] = (
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The median, and from the least to the most of several."""
+    """Format the median, the minimum and the maximum."""
     middle = form.format(statistics.median(values))
     return middle if len(values) == 1 else f"{middle} ({form.format(min(values))}-{form.format(max(values))})"
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Turn by turn. NaN where there is nothing to divide by."""
+    """Return the ratios turn by turn; NaN where the divisor is missing."""
     return [value / other if other else float("nan") for value, other in zip(values, others, strict=True)]
 
 
 def best_peer(found: Mapping[str, Sequence[float]], first: str, more_is_better: bool) -> str | None:
-    """Of all but the first, by the median."""
+    """Return the best server by the median, except the first."""
     medians = {name: statistics.median(values) for name, values in found.items() if name != first}
     if not medians:
         return None
@@ -59,7 +59,7 @@ def best_peer(found: Mapping[str, Sequence[float]], first: str, more_is_better: 
 
 
 def table(workload: str, results: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Lines for one workload. results: of each server, the first named one first, turn by turn."""
+    """Format one workload. results: per server, the first one first, turn by turn."""
     first = next(iter(results))
     lines = [f"\n{workload}"]
     rows = [["", *(heading for heading, _, _ in FIGURES), f"tokens/s to {first}", "client"]]
@@ -85,7 +85,7 @@ def table(workload: str, results: Mapping[str, Sequence[Result]]) -> list[str]:
 
 
 class Comparison:
-    """Runs workloads and keeps what came of them: workload -> server -> a result for each turn."""
+    """Runs workloads and collects the results: workload -> server -> one result per turn."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Comparison:
         self.starts: dict[str, dict[str, list[float]]] = {recipe.name: {} for recipe in recipes}
 
     def together(self, turns: int) -> None:
-        """All servers exist, one runs."""
+        """Start all servers at once; only the one being measured runs."""
         with contextlib.ExitStack() as stack:
             servers = []
             for recipe in self.recipes:
@@ -118,7 +118,7 @@ class Comparison:
                         server.pause()
 
     def alone(self, turns: int) -> None:
-        """One server exists at a time."""
+        """Start and stop each server in each turn, so that only one exists at a time."""
         for turn in range(turns):
             for recipe in self.recipes:
                 with self._started(recipe) as server:
@@ -141,10 +141,10 @@ class Comparison:
 
     def _measure(self, server: Server, workload: str, turn: int) -> None:
         rate = None
-        if workload not in WORKLOADS:  # arrivals at a share of what this server can do
+        if workload not in WORKLOADS:  # arrivals at a share of this server's capacity
             before = self.results["W2"][server.name][-1]
             rate = self._poisson * before.requests / before.seconds if self._poisson else None
-        other_prompts = replace(WORKLOADS["W2"], name=workload)  # which no prefix cache knows
+        other_prompts = replace(WORKLOADS["W2"], name=workload)  # prompts that are in no prefix cache
         result = self._load(server, WORKLOADS.get(workload, other_prompts), turn, rate)
         self.results[workload][server.name].append(result)
         sys.stderr.write(f"turn {turn + 1}: {workload} {server.name:14} {load.line(result)}\n")
@@ -166,16 +166,18 @@ class Comparison:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="*", metavar="SERVER")
-    parser.add_argument("--model", required=True, help="what the servers load")
+    parser.add_argument("--model", required=True, help="the checkpoint that the servers load")
     parser.add_argument(
-        "--peer", action="append", default=[], help="vllm, openvino, llama-cpp, transformers: see above"
+        "--peer", action="append", default=[], help="vllm, openvino, llama-cpp or transformers: see above"
     )
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], choices=sorted(WORKLOADS))
-    parser.add_argument("--poisson", type=float, metavar="SHARE", help="W2 at random times, at this share")
+    parser.add_argument(
+        "--poisson", type=float, metavar="SHARE", help="also run W2 at random times, at this share of its rate"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--alone", action="store_true", help="start and stop each server in each turn")
     parser.add_argument("--ids", type=load.id_range, default=load.IDS, help="token ids of prompts (300:31000)")
-    parser.add_argument("--threads", type=int, default=2, help="of peers that must be told (default: 2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads for peers that do not choose them (default: 2)")
     given = parser.parse_args(arguments)
     if given.turns < 1 or given.threads < 1:
         parser.error("--turns and --threads must be at least 1")
@@ -197,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     stop_on_signals()
     ids, words = given.ids, {}
-    if any(recipe.takes_text for recipe in given.recipes):  # then all get prompts of the same words
+    if any(recipe.takes_text for recipe in given.recipes):  # then all servers get prompts of the same words
         words = single_words(Path(given.model) / "tokenizer.json")
         ids = [token_id for token_id in ids if token_id in words]
     comparison = Comparison(given.recipes, given.workloads, given.poisson, ids, words)
@@ -206,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StartError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    except KeyboardInterrupt:  # the servers have been ended
+    except KeyboardInterrupt:  # the servers have been stopped
         return 130
     print("\n".join(comparison.report()))
     print(json.dumps({"starts": comparison.starts, "results": msgspec.to_builtins(comparison.results)}))

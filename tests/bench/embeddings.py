@@ -1,14 +1,13 @@
-"""Embeddings per second of this server, of sentence-transformers and of OpenVINO, by turns on the same checkpoint.
+"""Measure embeddings per second of this server, sentence-transformers and OpenVINO, in turns on the same checkpoint.
 
 Run: PYTHONPATH=tests python -m bench.embeddings [--peer PYTHON] [--openvino PYTHON] [--dtype float32 bfloat16]
     [--shape small base]
 
 PYTHON is an interpreter with sentence-transformers, or with openvino, torch and transformers. The checkpoint is a BERT
-with random weights in the shape of bge-small or bge-base. The server is asked over HTTP, by one client that waits for
+with random weights in the shape of bge-small or bge-base. The server is asked over HTTP by one client that waits for
 each answer (batch 1) or sends one request with all texts (batch 32); the peers encode in their own processes, without
-HTTP. All compute vectors of the same texts, which are compared first. Prints a table of texts per second, then one JSON
-line. On a machine that others use too, --threads 1 and the texts per second of CPU time of all processes are what can
-be compared.
+HTTP. All embed the same texts, and their vectors are compared first. Prints a table of texts per second, then one JSON
+line. On a shared machine, compare --threads 1 and the texts per second of CPU time over all processes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SHAPES = {
 WORDS = 8000
 LENGTHS = (32, 512)
 BATCHES = (1, 32)
-SECONDS = 1.5  # of each turn, at least
+SECONDS = 1.5  # minimum duration of a turn
 PEERS = Path(__file__).parent / "peers"
 
 Vectors = list[list[float]]
@@ -51,7 +50,7 @@ Encode = Callable[[list[str]], Vectors]
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """A checkpoint in sentence-transformers' form, with a tokenizer whose tokens are words."""
+    """Write a checkpoint in sentence-transformers' format, with a tokenizer whose tokens are words."""
     config = BertConfig(vocab_size=WORDS + 4, max_position_embeddings=512, **SHAPES[shape])
     torch.manual_seed(1)
     BertModel(config).save_pretrained(folder)
@@ -128,13 +127,13 @@ class PeerProcess:
 
 
 def sum_cpu_seconds(pid: int) -> float:
-    """Of a process and those that it started."""
+    """Sum the CPU seconds of a process and its children."""
     root = psutil.Process(pid)
     return sum(sum(process.cpu_times()[:2]) for process in (root, *root.children(recursive=True)))
 
 
 def measure(server: OwnServer | PeerProcess, num_tokens: int, batch: int, seed: int) -> tuple[float, float]:
-    """Texts per second, and per second of CPU time."""
+    """Return texts per second, and per second of CPU time."""
     chooser = random.Random(seed)
     count = 0
     used, began = server.read_cpu_seconds(), time.perf_counter()
@@ -145,7 +144,7 @@ def measure(server: OwnServer | PeerProcess, num_tokens: int, batch: int, seed: 
 
 
 def compare_vectors(encoders: list[Encode]) -> float:
-    """The least cosine of two servers' vectors of a text."""
+    """Return the smallest cosine similarity between two servers' vectors of a text."""
     texts = [text for length in LENGTHS for text in write_texts(random.Random(0), length, 3)]
     first, *others = [encode(texts) for encode in encoders]
     return min(

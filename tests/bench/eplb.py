@@ -1,12 +1,12 @@
-"""What moving experts is worth: tokens per second of two engines that share experts, some of which are busier.
+"""Measure the gain from moving experts: tokens per second of two engines that share experts with uneven load.
 
 Run on a quiet machine with two cores: PYTHONPATH=tests python -m bench.eplb [--turns 3] [--redundant 8] [--skew 1.0]
 
-A model with random weights, of 6 layers with 32 experts of which each token uses 4. The router's outputs are
-multiplied by factors whose logarithms are spread by `--skew`, so that some experts are chosen much more often; the
-first engine has the largest factors. Three servers without HTTP take turns: experts that stay, experts that move, and
-experts that move, with copies. Each generates the same texts once to warm up and to move experts, then once for the
-figure. Prints a table, then one JSON line.
+The model has random weights and 6 layers with 32 experts, of which each token uses 4. The router's outputs are
+multiplied by factors whose logarithms have the standard deviation `--skew`, so that some experts are chosen much more
+often; the first engine has the largest factors. Three servers without HTTP take turns: experts that stay, experts that
+move, and experts that move with redundant copies. Each generates the same texts once to warm up and to move experts,
+then once for the measurement. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ NUM_TOKENS = 128
 
 
 def make_model(directory: Path, skew: float) -> None:
-    """skew: standard deviation of the logarithms of the experts' factors; the largest are the first engine's."""
+    """Write the model. skew: standard deviation of the log of the experts' factors; the first engine gets the
+    largest."""
     make_served_checkpoint(directory, "qwen3_moe", dtype="bfloat16", std=0.05, **SIZES)
     path = directory / "model.safetensors"
     weights = load_file(path)
@@ -60,7 +61,7 @@ def make_model(directory: Path, skew: float) -> None:
 
 
 def measure(model: Path, options: dict[str, object]) -> float:
-    """Output tokens per second, once experts have moved."""
+    """Return output tokens per second once experts have moved."""
     prompts = [[2 + (37 * text + place) % 4000 for place in range(16)] for text in range(NUM_TEXTS)]
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=1, ignore_eos=True)
     with LLM(str(model), **OPTIONS, **options) as llm:

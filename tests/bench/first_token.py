@@ -1,9 +1,9 @@
-"""What a JSON schema adds to the time to first token of one stream over HTTP: a schema that the server knows, and one
-that it sees for the first time.
+"""Measure how much a JSON schema adds to the time to first token of one stream over HTTP, for a schema that the server
+has seen and for a new one.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.first_token [--turns 40]
 
-The server has the 0.5B shape with random weights and the tokenizer of bench.structured. Each turn sends one request
+The server runs the 0.5B shape with random weights and the tokenizer of bench.structured. Each turn sends one request
 without a schema, one with a known schema and one with a new schema of the same size, in changing order. Prints the
 medians, the medians of the differences within a turn with their quartiles, and one JSON line.
 """
@@ -31,7 +31,7 @@ KNOWN = typical_schema(0)
 
 
 def measure(connection: http.client.HTTPConnection, model: str, turn: int, schema: object) -> float:
-    """Seconds from the request until the first text."""
+    """Return the seconds from the request to the first text."""
     body: dict[str, object] = {"model": model, "prompt": f"turn {turn}:", "max_tokens": 4, "stream": True}
     if schema is not None:
         body["structured_outputs"] = {"json": schema}

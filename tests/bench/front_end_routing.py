@@ -1,11 +1,11 @@
-"""Whether routing by cached prefix is as good with several front ends: prefix cache hit rates of real servers in turns.
+"""Check that routing by cached prefix works as well with several front ends: prefix cache hit rates of real servers.
 
 Run: PYTHONPATH=tests python -m bench.front_end_routing [--front-ends 4] [--engines 2] [--requests 400] [--turns 3]
 
-The trace is the prefix-heavy one of bench.routing, with prefixes that fit the demo model: 24 of 512 tokens, the k-th as
-often as 1 / k, each prompt with 20 to 199 tokens of its own. Two engines' caches together hold little more than the
-prefixes, so prefixes that are placed badly evict each other. Each request comes by a connection of its own, so that
-all front ends take part. Hit rates are those of /metrics. Prints a table, then one JSON line.
+The trace is the prefix-heavy one of bench.routing, with prefixes that fit the demo model: 24 of 512 tokens, the k-th
+with a frequency proportional to 1 / k; each prompt adds 20 to 199 tokens of its own. The two engines' caches together
+hold little more than the prefixes, so misplaced prefixes evict each other. Each request opens a connection of its own,
+so that all front ends take part. Hit rates come from /metrics. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_prompts(number: int, seed: int) -> list[list[int]]:
 
 
 def measure(prompts: list[list[int]], front_ends: int, engines: int) -> float:
-    """The share of prompt tokens that a fresh server finds in its engines' prefix caches."""
+    """Return the share of prompt tokens that a fresh server finds in its engines' prefix caches."""
     arguments = ("demo", "-dp", str(engines), "--front-ends", str(front_ends), "--kv-cache-memory", CACHE)
     with Daemon(*arguments) as daemon:
         url = daemon.wait_until_serving()

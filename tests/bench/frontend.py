@@ -1,12 +1,12 @@
-"""What a streamed token costs the front end in CPU time: the real app under uvicorn, with an engine by script.
+"""Measure the front end's CPU time per streamed token: the real app under uvicorn, with a scripted engine.
 
 Run: PYTHONPATH=tests python -m bench.frontend [--streams 64] [--tokens 400] [--steps-per-second 100]
 
-The server is a process of its own; its engine sends one message per step, decoded as from the wire, with one token for
+The server is a separate process; its engine sends one message per step, decoded as from the wire, with one token for
 each stream, paced so that every token gets its own event. The clients read in this process and are not counted. Prints
-a table, then one JSON line. On a machine with other work, compare the least and the median time of a step, writes
-included, which vary less than the sum. The idle figures are with the same streams open but nothing generated, and with
-none open (uvicorn itself ticks ten times a second).
+a table, then one JSON line. On a busy machine, compare the minimum and the median time of a step, writes included: they
+vary less than the sum. Idle figures are measured with the same streams open but nothing generated, and with none open
+(uvicorn itself ticks ten times a second).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.storage.storage import Storage
 
 IDLE_SECONDS = 2.0
-LOOP_TURNS = 3  # of the event loop, after which the events of a step have been written
+LOOP_TURNS = 3  # turns of the event loop after which the events of a step have been written
 TEXT = "def main():\n    stack = Stack()\n    for number in range(10):\n        stack.push(number)\n"
 
 
 class PacedEngine:
-    """Steps at a fixed rate once all streams are open."""
+    """Runs steps at a fixed rate once all streams are open."""
 
     facts = ModelInfo(
         architecture="Scripted",
@@ -97,7 +97,7 @@ async def idle_cpu_seconds() -> float:
 
 
 async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate: float) -> None:
-    """In the child: serve, step, and print what it cost."""
+    """Run in the child: serve, step, and print the cost."""
     options = make_options("demo")
     model = ServedModel.load(resolve_model("demo"), options)
     engine = PacedEngine(model.tokenizer.encode(TEXT, add_special_tokens=False))
@@ -110,7 +110,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
     while len(engine.sinks) < num_streams:
         await asyncio.sleep(0.01)
     messages = [engine.message(number, number == num_tokens - 1) for number in range(num_tokens)]
-    await asyncio.sleep(0.5)  # what opening the streams left to do
+    await asyncio.sleep(0.5)  # work left over from opening the streams
     idle = await idle_cpu_seconds()
     loop = asyncio.get_running_loop()
     before, began = cpu_seconds(), loop.time()
@@ -124,7 +124,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
         steps.append(time.thread_time() - step_began)
     await admission.drained()
     spent, seconds = cpu_seconds() - before, loop.time() - began
-    middle = steps[1:-1]  # the first and the last one begin and end the streams
+    middle = steps[1:-1]  # the first and the last step begin and end the streams
     found = {
         "cpu_seconds": spent,
         "seconds": seconds,
@@ -139,7 +139,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
 
 
 async def read_stream(port: int, num_tokens: int) -> int:
-    """One client. Returns the number of events with text."""
+    """Read one client's stream. Returns the number of events with text."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"prompt": "x", "max_tokens": num_tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"

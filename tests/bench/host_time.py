@@ -1,12 +1,12 @@
-"""What the host computes for a step of decoding, part by part: scheduling, inputs, sampling, results, messages.
+"""Measure the host's time per decode step, part by part: scheduling, inputs, sampling, results, messages.
 
 Run: PYTHONPATH=tests python -m bench.host_time [--streams 1 64 256] [--steps 100]. Prints a table of microseconds, then
-one JSON line. Times are those of the processor in this thread, so that other work on the machine counts little.
+one JSON line. Times are processor time of this thread, so other work on the machine counts little.
 
 Scheduler, input batch, graph buffers, sampler and loop are those of an engine on a GPU: a step starts before the
-results of the last one are back, unless a request reads its own output. Model and kernels are played and cost nothing:
-a captured step replays nothing, and sampled ids come from a table. So this is how long a step takes at least, however
-fast the GPU is. Copies to a GPU and launches, which are not made here, come on top.
+results of the last one are back, unless a request reads its own output. Model and kernels are fakes and cost nothing: a
+captured step replays nothing, and sampled ids come from a table. So this is a lower bound for the duration of a step,
+however fast the GPU is. Copies to the GPU and kernel launches, which do not happen here, come on top.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from support.config import CONFIG
 BLOCK_SIZE = 16
 PROMPT = 256  # tokens
 MAX_MODEL_LEN = 4096
-VOCAB = 512  # columns of the logits that are played, so that copies of them cost little
-WARM_STEPS = 20  # steps of decoding before the measured ones
+VOCAB = 512  # vocabulary of the fake logits, small so that copies cost little
+WARM_STEPS = 20  # decode steps before the measured ones
 CASES = {
     "greedy": {"temperature": 0.0},
     "sampled, penalties": {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
 }
-# Where the parts are, from the engine on.
+# Paths of the parts, starting at the engine.
 CALLS = (
     ("schedule", "scheduler.schedule"),
     ("inputs", "_executor._worker.runner.start"),
@@ -66,11 +66,11 @@ CALLS = (
     ("results", "scheduler.update_from_output"),
 )
 PARTS = ("schedule", "inputs", "sampling", "results", "message to the server", "loop", "step")
-BETWEEN_PROCESSES = "messages to and from a rank"  # not part of the step of one rank, which is in the engine's process
+BETWEEN_PROCESSES = "messages to and from a rank"  # not part of a rank's step, which runs in the engine's process
 
 
 class PlayedModel:
-    """A model that computes nothing, whose steps can be captured."""
+    """A fake model that computes nothing; its steps can be captured."""
 
     capturable = True
     collected_layers: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class PlayedModel:
         return torch.empty(len(inputs.ids if rows is None else rows), 1)
 
     def receive(self, num_tokens: int) -> None:
-        """There is one stage."""
+        """Do nothing: there is only one pipeline stage."""
 
     def send(self, hidden: Tensor) -> None:
         raise AssertionError("there is one stage")
@@ -102,7 +102,7 @@ class PlayedModel:
 
 
 class PlayedCapture:
-    """Graphs that are empty."""
+    """Captures empty graphs."""
 
     def __init__(self, device: torch.device) -> None: ...
 
@@ -111,7 +111,7 @@ class PlayedCapture:
 
 
 class PlayedSampling:
-    """`kernels.sampling.DeviceSampling`: any ids."""
+    """A fake `kernels.sampling.DeviceSampling` that returns arbitrary ids."""
 
     def __init__(self, max_num_seqs: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -126,7 +126,7 @@ class PlayedSampling:
 
 
 class PlayedWorker:
-    """The worker of an engine in one process. What it would exchange with one in another process is encoded as well."""
+    """The worker of an engine in one process. Also encodes what it would exchange with a worker in another process."""
 
     eplb_stats = None
 
@@ -146,8 +146,8 @@ class PlayedWorker:
 
 
 def build_engine(streams: int, watch: Stopwatch) -> EngineCore:
-    """An engine with timers. All prompts fit into one step: streams that read their output would otherwise stay in two
-    batches, one of which is always in flight."""
+    """Build an engine with timers. All prompts fit into one step: otherwise streams that read their own output would
+    stay in two batches, one of which is always in flight."""
     config = replace(
         CONFIG,
         max_model_len=MAX_MODEL_LEN,
@@ -177,7 +177,7 @@ def build_engine(streams: int, watch: Stopwatch) -> EngineCore:
 
 
 def submit(engine: EngineCore, streams: int, max_tokens: int, params: Mapping[str, float]) -> None:
-    """Requests whose prompts differ in length, so that they need new blocks in different steps."""
+    """Submit requests with prompts of different lengths, so that they need new blocks in different steps."""
     rng = random.Random(0)
     requests = []
     for number in range(streams):
@@ -189,11 +189,11 @@ def submit(engine: EngineCore, streams: int, max_tokens: int, params: Mapping[st
 
 @dataclass(frozen=True)
 class Spread:
-    """Microseconds."""
+    """Quartiles in microseconds."""
 
-    low: float  # a quarter of the steps took less
+    low: float  # first quartile
     median: float
-    high: float  # a quarter took more
+    high: float  # third quartile
 
 
 def spread(seconds: Sequence[float]) -> Spread:
@@ -202,7 +202,7 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def measure(streams: int, steps: int, params: Mapping[str, float]) -> dict[str, Spread]:
-    """The time of each part of a step in which all streams get one token."""
+    """Time each part of a step in which every stream gets one token."""
     watch = Stopwatch(time.thread_time)
     engine = build_engine(streams, watch)
     submit(engine, streams, MAX_MODEL_LEN, params)
@@ -230,7 +230,7 @@ def measure(streams: int, steps: int, params: Mapping[str, float]) -> dict[str, 
 
 
 def table(cases: Mapping[str, Mapping[str, Spread]]) -> list[str]:
-    """Lines for people: the median, and between which times the middle half of the steps lies."""
+    """Format the table: the median, and the range of the middle half of the steps."""
     rows = [["us a step: median (middle half)", *cases]]
     for part in (*PARTS, BETWEEN_PROCESSES):
         cells = [case[part] for case in cases.values()]
@@ -242,7 +242,7 @@ def table(cases: Mapping[str, Mapping[str, Spread]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--steps", type=int, default=100, help="to measure, of each case")
+    parser.add_argument("--steps", type=int, default=100, help="measured steps per case")
     given = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # as engines do

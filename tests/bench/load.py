@@ -1,11 +1,11 @@
-"""Loads any server with an OpenAI-compatible /v1/completions and says how fast it answered.
+"""Generate load for any server with an OpenAI-compatible /v1/completions and report its speed.
 
 Run: PYTHONPATH=tests python -m bench.load --url http://127.0.0.1:8000 --workload W2 [--rate 0.7] [--ids 300:31000]
 
-Closed loop (each stream sends its next request when the last is answered) or, with --rate, Poisson arrivals. Prompts
-are token ids, the end-of-sequence token is ignored, and the server's own usage says how many tokens there were. It
-shares the cores with the server, so it does little (serve_llm.cli.bench.client, which `serve-llm bench` uses too), and
-the result names the share of one core that it took. Prints one line for people, then one JSON line.
+Closed loop (each stream sends its next request when the last one is answered) or, with --rate, Poisson arrivals.
+Prompts are token ids, the end-of-sequence token is ignored, and token counts come from the server's own usage. The
+generator shares the cores with the server, so it does little (serve_llm.cli.bench.client, which `serve-llm bench` uses
+too), and the result includes its own CPU use as a share of one core. Prints one readable line, then one JSON line.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ IDS = range(300, 31000)
 
 
 def single_words(tokenizer: Path) -> dict[int, str]:
-    """Ids that are a blank and a word in small letters, and that text: any row of them has as many tokens as words.
+    """Return tokens that are a space and a lower-case word, by id: any sequence of them has as many tokens as words.
 
-    tokenizer: a tokenizer.json with a byte-level vocabulary, in which a leading blank is written as "\u0120".
+    tokenizer: a tokenizer.json with a byte-level vocabulary, in which a leading space is written as "Ġ".
     """
     vocabulary = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
     return {token_id: f" {word[1:]}" for word, token_id in vocabulary.items() if re.fullmatch("\u0120[a-z]{3,}", word)}
 
 
 class Target:
-    """A server by its URL. words: the text of each id, for a server that takes no ids."""
+    """A server by its URL. words: the text of each id, for a server that does not accept ids."""
 
     def __init__(self, url: str, model: str | None, words: Mapping[int, str] | None = None) -> None:
         self._client = StreamClient(url)
@@ -59,19 +59,19 @@ class Target:
         }
         if self._words is None:
             asked["ignore_eos"] = True
-        else:  # such a server refuses what is not OpenAI's, so the model itself must not end early
+        else:  # such a server refuses fields that are not OpenAI's, so the model itself must not stop early
             asked["prompt"] = "".join(self._words[token_id] for token_id in prompt)
         return await self._client.send("/v1/completions", asked)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One workload on one server. Seconds but where the name says otherwise."""
+    """One workload on one server. Times are in seconds unless the name says otherwise."""
 
     seconds: float
     requests: int
     output_tokens: int
-    short: int  # requests with fewer output tokens than asked for
+    short: int  # requests with fewer output tokens than requested
     errors: int
     first_error: str | None
     tokens_per_second: float
@@ -79,11 +79,11 @@ class Result:
     ttft_p99: float
     itl_p50: float
     itl_p99: float
-    client_cores: float  # what this generator took
+    client_cores: float  # CPU share of this generator
 
 
 def summarise(replies: Sequence[TimedReply], seconds: float, wanted: int, client_seconds: float) -> Result:
-    """wanted: output tokens of each request. Errors count for nothing but as errors."""
+    """Summarise the replies. wanted: output tokens of each request. Failed requests count only as errors."""
     good = [reply for reply in replies if reply.error is None and reply.times]
     counts = [reply.usage.completion_tokens if reply.usage else len(reply.times) for reply in good]
     first = [reply.times[0] - reply.began for reply in good]
@@ -106,7 +106,7 @@ def summarise(replies: Sequence[TimedReply], seconds: float, wanted: int, client
 
 
 async def drive(target: Target, workload: Workload, turn: int, ids: Sequence[int], rate: float | None = None) -> Result:
-    """rate: arrivals per second; None: closed loop. A shared part is sent once before, and not counted."""
+    """Send all requests. rate: arrivals per second; None: closed loop. A shared prefix is sent first, uncounted."""
     if workload.shared_tokens:
         await target.complete([*workload.shared(ids), ids[turn % len(ids)]], 1)
     prompts = workload.prompts(turn, ids)
@@ -140,19 +140,19 @@ def run(
     rate: float | None = None,
     words: Mapping[int, str] | None = None,
 ) -> Result:
-    """Drive a server that serves one model (the first that it names)."""
+    """Drive a server with one model (the first that it lists)."""
     return uvloop.run(drive(Target(url, model_name(url), words), workload, turn, ids, rate))
 
 
 def model_name(url: str) -> str | None:
-    """The first model that the server names; None if it names none, since it serves the same one to everybody."""
+    """Return the first model that the server lists; None if it lists none, in which case it accepts any name."""
     with urllib.request.urlopen(url + "/v1/models", timeout=10) as answer:
         models = json.load(answer)["data"]
     return str(models[0]["id"]) if models else None
 
 
 def line(result: Result) -> str:
-    """For people."""
+    """Format the result as one readable line."""
     return (
         f"{result.tokens_per_second:8.1f} output tokens/s   first token {1e3 * result.ttft_p50:6.0f} ms "
         f"(p99 {1e3 * result.ttft_p99:6.0f})   between tokens {1e3 * result.itl_p50:5.1f} ms "
@@ -163,7 +163,7 @@ def line(result: Result) -> str:
 
 
 def id_range(text: str) -> range:
-    """A value of --ids: FIRST:LAST, the last one not included."""
+    """Parse --ids: FIRST:LAST, the last one excluded."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST with FIRST below LAST, such as 300:31000")
@@ -171,7 +171,7 @@ def id_range(text: str) -> range:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     if not 0 < (number := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="W1")
     parser.add_argument("--rate", type=positive, help="requests per second, at random times; default: closed loop")
     parser.add_argument("--ids", type=id_range, default=IDS, help="token ids of prompts: FIRST:LAST (300:31000)")
-    parser.add_argument("--turn", type=int, default=0, help="another number gives other prompts")
+    parser.add_argument("--turn", type=int, default=0, help="a different number gives different prompts")
     given = parser.parse_args()
     result = run(given.url.rstrip("/"), WORKLOADS[given.workload], given.turn, given.ids, given.rate)
     print(f"{given.workload} {line(result)}")

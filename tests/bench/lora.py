@@ -1,13 +1,13 @@
-"""Tokens per second of rows with LoRA adapters against the base model's, whose engines take turns in one process.
+"""Compare tokens per second with LoRA adapters and with the base model, by engines that take turns in one process.
 
 Run on a quiet machine, in about 10 minutes: PYTHONPATH=tests python -m bench.lora [--rank 16] [--turns 9] [--demo]
-With --waits, only how long requests wait for their first token if most adapters are not in memory (`measure_waits`).
+With --waits, only measure how long requests wait for the first token if most adapters are not loaded.
 
-16 rows decode together: without `--enable-lora`, and in an engine with it as rows of the base model, of one adapter, of
-4 and of 16. Adapters change all linear layers. The model has the shape of Qwen2 0.5B and random weights; --demo takes
-the demo model, whose steps are short. Also the time in which an adapter is loaded into a slot, which all rows wait for.
-Prints a table, then one JSON line. `ratio` is the median over turns of the ratio of tokens per second to those without
-`--enable-lora`, `cpu` the same of processor time, `aim` the ratio that would do.
+16 requests decode together: without `--enable-lora`, and in an engine with it, using the base model, one adapter, 4
+adapters and 16. Adapters change all linear layers. The model has the shape of Qwen2 0.5B and random weights; --demo
+uses the demo model, whose steps are short. Also measures the time to load an adapter into a slot, during which all
+requests wait. Prints a table, then one JSON line. `ratio` is the median over turns of the tokens per second relative to
+those without `--enable-lora`, `cpu` the same for processor time, `aim` the target ratio.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from support.resolved import resolve_all
 
 ROWS = 16
 PROMPT_LENGTH = 64
-AIM = 0.90  # of 4 adapters
+AIM = 0.90  # with 4 adapters
 NUM_REGISTERED = 200
 NUM_RESIDENT = 8
-WAITING = 4  # requests at a time, fewer than slots
+WAITING = 4  # concurrent requests, fewer than slots
 NUM_ADAPTERS = {"base rows": 0, "1 adapter": 1, "4 adapters": 4, "16 adapters": 16}
 
 
 def make_requests(adapters: Sequence[Adapter], turn: int, tokens: int) -> list[Request]:
-    """Rows with the adapters in turn."""
+    """Return requests that use the adapters in turn."""
     generator = torch.Generator().manual_seed(turn)
     requests = []
     for number in range(ROWS):
@@ -56,7 +56,7 @@ def make_requests(adapters: Sequence[Adapter], turn: int, tokens: int) -> list[R
 
 
 def run_turn(engine: EngineCore, requests: Sequence[Request]) -> tuple[float, float]:
-    """Seconds, and those of the processor, for a token of all rows. Prompts and loading are not counted."""
+    """Return wall-clock and processor seconds per token of all requests. Excludes prompts and loading."""
     engine.add_requests(requests)
     counts = dict.fromkeys((request.id for request in requests), 0)
     began = cpu_began = 0.0
@@ -72,7 +72,7 @@ def run_turn(engine: EngineCore, requests: Sequence[Request]) -> tuple[float, fl
 
 
 def measure_loads(engine: EngineCore, adapters: Sequence[Adapter]) -> float:
-    """Median seconds by which a step is longer that loads an adapter."""
+    """Return by how many seconds (median) a step is longer when it loads an adapter."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number, adapter in enumerate(adapters):
         for is_loaded in (False, True):
@@ -86,7 +86,7 @@ def measure_loads(engine: EngineCore, adapters: Sequence[Adapter]) -> float:
 
 
 def write_adapters(folder: Path, directory: Path, rank: int, count: int) -> list[Adapter]:
-    """Adapters of all linear layers, as files."""
+    """Write adapters of all linear layers to files."""
     options = make_options(str(folder), enable_lora=True)
     config, spec, weights = resolve_all(options, str(folder), read_config(folder))
     targets = find_served_targets(config, spec, weights).values()
@@ -95,9 +95,9 @@ def write_adapters(folder: Path, directory: Path, rank: int, count: int) -> list
 
 
 def measure_waits(engine: EngineCore, adapters: Sequence[Adapter]) -> list[float]:
-    """Seconds from each request to its first token, ascending: a request for each adapter, WAITING of them at a time.
+    """Measure the seconds from each request to its first token, ascending: one request per adapter, WAITING at a time.
 
-    A request that has ended is followed by the next one at once. Texts differ in length, so that few come together.
+    Each finished request is followed by the next at once. Lengths differ, so that few requests finish together.
     """
     waits = {}
     asked = {}
@@ -122,8 +122,7 @@ def measure_waits(engine: EngineCore, adapters: Sequence[Adapter]) -> list[float
 
 
 def report_waits(folder: Path, rank: int) -> None:
-    """Print the waits with adapters that are loaded for each request, and with those that are in memory, and the time
-    that one load takes."""
+    """Print the waits when each request loads its adapter and when adapters are in memory, and the time of one load."""
     options: dict[str, object] = {"max_model_len": 512, "kv_cache_memory": "256MiB", "max_lora_rank": rank}
     with tempfile.TemporaryDirectory() as directory:
         adapters = write_adapters(folder, Path(directory), rank, NUM_REGISTERED)
@@ -148,9 +147,9 @@ def report_waits(folder: Path, rank: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64, help="of each row")
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--demo", action="store_true", help="the demo model")
+    parser.add_argument("--demo", action="store_true", help="use the demo model")
     parser.add_argument("--waits", action="store_true", help="only measure how long requests wait for adapters")
     given = parser.parse_args()
     folder = Path(resolve_model("demo")) if given.demo else model_folder()
@@ -171,7 +170,7 @@ def main() -> None:
             ratios = []
             cpu_ratios = []
             speeds = []
-            for turn in range(given.turns + 1):  # the first one is not counted
+            for turn in range(given.turns + 1):  # the first turn is not counted
                 found = {}
                 for is_plain in (True, False) if turn % 2 else (False, True):
                     own = [] if is_plain else adapters[:count]

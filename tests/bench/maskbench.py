@@ -1,11 +1,11 @@
-"""JSON schemas of MaskBench with their instances, through the prompt workers and our matcher.
+"""Run the JSON schemas of MaskBench with their instances through the prompt workers and our matcher.
 
     PYTHONPATH=tests python -m bench.maskbench DIR [--sample 2000]
 
 DIR: the folder maskbench/data of github.com/guidance-ai/jsonschemabench, which is not part of this repository. Each
 schema is compiled as for a request, in a worker with its limits, for the demo model. Each instance is written with
-json.dumps and followed token by token. The schemas that llguidance compiles alone, under its own limits, are counted
-for comparison, and those of them that are refused here are listed with the reason. Prints a table, the keywords of the
+json.dumps and followed token by token. For comparison, schemas that llguidance compiles alone, under its own limits,
+are counted, and those of them that are refused here are listed with the reason. Prints a table, the keywords of the
 refusals, every case that must not occur, and one JSON line. Exits with 1 if an invalid instance is accepted, a schema
 takes longer than HANG_SECONDS, or a refusal names no keyword.
 """
@@ -38,7 +38,7 @@ from serve_llm.server.prompt.pool import PromptPool
 from support.fakes import facts
 
 VOCAB_SIZE = 4096
-HANG_SECONDS = 10.0  # far more than a worker may take, for a busy machine
+HANG_SECONDS = 10.0  # far more than a worker may take, to allow for a busy machine
 KEYWORD = re.compile(r"structured_outputs\.json(?: at #.*?)?: ([\w$-]+): ")
 LIMIT = re.compile("the body nests more than ")
 
@@ -52,18 +52,18 @@ class Tally:
     compile_seconds: list[float] = field(default_factory=list)
     mask_seconds: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    refusals: dict[str, str] = field(default_factory=dict)  # messages by the file of the schema
-    stricter: list[str] = field(default_factory=list)  # refusals of what llguidance alone accepts
+    refusals: dict[str, str] = field(default_factory=dict)  # messages by schema file
+    stricter: list[str] = field(default_factory=list)  # refusals of schemas that llguidance alone accepts
 
 
 def compiles_alone(tokenizer: LLTokenizer, schema: object) -> bool:
-    """Whether llguidance accepts the schema without our checks and limits."""
+    """Return whether llguidance accepts the schema without our checks and limits."""
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     return not LLMatcher(tokenizer, grammar, log_level=0).is_error()
 
 
 def follow(tokenizer: LLTokenizer, grammar: str, text: str, mask_seconds: list[float]) -> str:
-    """Follow a text. Returns "accepted", "rejected", or the error of the matcher."""
+    """Match a text token by token. Returns "accepted", "rejected", or the matcher's error."""
     matcher = build_matcher(tokenizer, grammar)
     for token_id in tokenizer.tokenize_str(text):
         began = time.perf_counter()
@@ -78,7 +78,7 @@ def follow(tokenizer: LLTokenizer, grammar: str, text: str, mask_seconds: list[f
 
 
 async def compile_schema(name: str, schema: object, pool: PromptPool, tally: Tally) -> str:
-    """The grammar; empty if the schema is refused."""
+    """Return the grammar; empty if the schema is refused."""
     body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}}).encode()
     began = time.perf_counter()
     grammar = ""

@@ -1,11 +1,11 @@
-"""What ranks cost each other: a step's message and its answer, by shared memory on one host and by the encrypted
-channel to other hosts (here over the loopback interface, so without a network), and sums of tensors.
+"""Measure communication between ranks: a step's message and its answer, through shared memory on one host and through
+the encrypted channel to other hosts (here over the loopback interface, so without a network), and all-reduces.
 
-Run: PYTHONPATH=tests python -m bench.messages [--ranks 2] [--count 2000] [--ray] [--python]. Prints a table of us,
-then one JSON line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes.
---python: sums as they are without the compiled library, and the exchange between engines that share out experts, by
-shared memory and by gloo over the loopback interface. Needs as many free cores as ranks: on a busy machine the figures
-say how busy it is.
+Run: PYTHONPATH=tests python -m bench.messages [--ranks 2] [--count 2000] [--ray] [--python]. Prints a table of us, then
+one JSON line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes.
+--python: all-reduces without the compiled library, and the all-to-all between engines that share experts, through
+shared memory and through gloo over the loopback interface. Needs as many free cores as ranks; on a busy machine the
+figures mostly show how busy it is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from serve_llm.engine.parallel.shm_ring import Ring
 from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store, create_store
 from support.nodes import free_port
 
-STEP_BYTES, ANSWER_BYTES = 2000, 200  # about what 32 running sequences need
+STEP_BYTES, ANSWER_BYTES = 2000, 200  # about the size for 32 running sequences
 SHAPES = ((1, 896), (8, 896), (32, 896), (256, 896), (2048, 896))
-TOKENS = (1, 32, 256)  # of each engine
+TOKENS = (1, 32, 256)  # tokens of each engine
 RING_BYTES = 1 << 20
 WARM_UP = 50
 
@@ -51,8 +51,8 @@ def microseconds(count: int, work: Callable[[], object]) -> list[float]:
 
 
 def rank_main(rank: int, count: int, rings: list[Ring], python: bool, port: int) -> None:
-    """One rank, in a process of its own: sums as the others do, then answers steps until they end. port: free, for the
-    store of a group over the network."""
+    """Run one rank in its own process: all-reduce like the others, then answer steps until the channel closes. port: a
+    free one for the store of a network process group."""
     torch.set_num_threads(1)
     size = len(rings) // 2
     steps, answers, tensor = rings[0], rings[1 : 1 + size], rings[1 + size :]
@@ -75,14 +75,14 @@ def rank_main(rank: int, count: int, rings: list[Ring], python: bool, port: int)
 
 
 def exchange(group: AllToAll, tokens: int) -> None:
-    """What a layer costs engines that share out 64 experts, of which each token goes through 8: evenly spread here."""
+    """Exchange what one layer costs engines that share 64 experts, with 8 experts per token, evenly spread here."""
     group.all_gather(torch.zeros(64, dtype=torch.int64))
     rows = [[tokens * 8 // group.size] * group.size] * group.size
     group.all_to_all(group.all_to_all(torch.ones(sum(rows[0]), 896, dtype=torch.bfloat16), rows), rows)
 
 
 def answer_steps(source: RingSource) -> None:
-    """Until they end."""
+    """Answer steps until the channel closes."""
     try:
         while True:
             source.receive()
@@ -92,7 +92,7 @@ def answer_steps(source: RingSource) -> None:
 
 
 class RayRank:
-    """One rank in a Ray actor; sums do not know who started the ranks, so only steps."""
+    """One rank in a Ray actor. Answers steps only: how a rank was started makes no difference to all-reduces."""
 
     def run(self, rank: int, handles: str) -> None:
         steps, *answers = (Ring.open(handle) for handle in msgspec.json.decode(handles, type=list[ShmHandle]))
@@ -131,7 +131,7 @@ def time_ray_steps(size: int, count: int) -> list[float]:
 
 
 def make_rings(size: int) -> tuple[list[Ring], str]:
-    """For steps and answers, and their handles. Every rank answers, because the answer of a real step needs all."""
+    """Create rings for steps and answers, and their handles. Every rank answers, as a real step needs all answers."""
     rings = [Ring.create(size, RING_BYTES), *(Ring.create(1, RING_BYTES) for _ in range(size))]
     return rings, handles_of(rings)
 
@@ -141,7 +141,7 @@ def handles_of(rings: list[Ring]) -> str:
 
 
 def remote_rank_main(rank: int, url: str) -> None:
-    """One rank on another host: answers steps until it is killed."""
+    """Run one rank as if on another host: answer steps until it is killed."""
     source = SocketSource(url, "secret", rank)
     while True:
         source.receive()
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--ray", action="store_true")
-    parser.add_argument("--python", action="store_true", help="sums as without the compiled library")
+    parser.add_argument("--python", action="store_true", help="all-reduces without the compiled library")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rings", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

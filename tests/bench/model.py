@@ -1,7 +1,7 @@
-"""The model that benchmarks run: the shape of Qwen2 0.5B with random weights and the demo model's tokenizer.
+"""The benchmark model: the shape of Qwen2 0.5B with random weights and the demo model's tokenizer.
 
-Written once into a folder beside other temporary files. Rows of the embedding, which is also the head, that the
-tokenizer has no text for are zero, so that what is generated can be turned into text and costs what it usually costs.
+Written once into a folder among other temporary files. Rows of the embedding (which is also the head) for which the
+tokenizer has no text are zero, so that generated tokens can be turned into text at the usual cost.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SHAPE = {
     "hidden_act": "silu",
     "dtype": "bfloat16",
 }
-IDS = range(300, 4000)  # that the tokenizer has text for
+IDS = range(300, 4000)  # ids for which the tokenizer has text
 TOKENIZER_IDS = 4096
 FOLDER = "serve-llm-bench-qwen2-0.5b-shape"
 
 
 def model_folder() -> Path:
-    """The checkpoint; made if it is not there yet (a few seconds, 1 GB)."""
+    """Return the checkpoint's folder. Writes it if it does not exist (a few seconds, 1 GB)."""
     folder = Path(tempfile.gettempdir()) / FOLDER
     if not folder.exists():
         making = Path(tempfile.mkdtemp(prefix=FOLDER))
@@ -55,7 +55,7 @@ def model_folder() -> Path:
 
 
 def tensors(shape: dict[str, object]) -> dict[str, Tensor]:
-    """Random weights by the names that a Qwen2 checkpoint has, bf16."""
+    """Return random bf16 weights under the names of a Qwen2 checkpoint."""
     generator = torch.Generator().manual_seed(1)
     sizes = {name: value for name, value in shape.items() if isinstance(value, int)}
     width, up = sizes["hidden_size"], sizes["intermediate_size"]

@@ -1,11 +1,11 @@
-"""How much of its speed a server keeps beside other programs that want the cores: laptops, containers, shared machines.
+"""Measure how much of its speed a server keeps beside other programs that use the cores, as on shared machines.
 
-Run on a machine where nothing else runs:
+Run on an otherwise idle machine:
     PYTHONPATH=tests python -m bench.neighbour [SERVER ...] [--peer NAME=PROGRAM[,MODEL] ...] [--model DIR]
 
-SERVER and --peer as in bench.compare; without any, serve-llm in bfloat16 and in int8. One and eight streams, alone and
-beside one and two busy loops (`while True: pass`), servers in turns; all but one stand still. Prints tables, then one
-JSON line.
+SERVER and --peer are as in bench.compare; the default is serve-llm in bfloat16 and in int8. Measures one and eight
+streams, alone and beside one and two busy loops (`while True: pass`). Servers take turns; all others are suspended.
+Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORKLOADS = (
     Workload("eight streams", streams=8, prompt_tokens=16, output_tokens=64, requests=16),
 )
 LOOPS = (0, 1, 2)
-SETTLE_SECONDS = 0.2  # for the scheduler to have moved the loops
+SETTLE_SECONDS = 0.2  # gives the scheduler time to move the loops
 
 Speeds = dict[str, dict[str, dict[int, list[float]]]]  # workload -> server -> loops -> output tokens/s of each turn
 
@@ -47,7 +47,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def measure(servers: Sequence[Server], workloads: Sequence[Workload], turns: int, ids: Sequence[int]) -> Speeds:
-    """The servers stand still before and afterwards."""
+    """Measure all servers in turns. They must be paused before the call, and are paused afterwards."""
     names = [server.name for server in servers]
     found: Speeds = {one.name: {name: {count: [] for count in LOOPS} for name in names} for one in workloads}
     for turn in range(turns):
@@ -64,7 +64,7 @@ def measure(servers: Sequence[Server], workloads: Sequence[Workload], turns: int
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) -> list[str]:
-    """Medians, and what is kept of the speed alone."""
+    """Format the medians, and the share of the undisturbed speed."""
     lines = []
     for workload, servers in found.items():
         lines.append(f"\n{workload}, output tokens/s")
@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="*", metavar="SERVER")
     parser.add_argument("--peer", action="append", default=[])
-    parser.add_argument("--model", help="what the servers load (default: the shape of Qwen2 0.5B)")
+    parser.add_argument("--model", help="the checkpoint that the servers load (default: the shape of Qwen2 0.5B)")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="of peers that must be told (default: 2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads for peers that do not choose them (default: 2)")
     parser.add_argument("--ids", type=load.id_range, default=IDS, help="token ids of prompts")
     given = parser.parse_args(arguments)
     stop_on_signals()

@@ -1,12 +1,12 @@
-"""What reading KV blocks back is worth: time to first token in conversations that together need four times the cache.
+"""Measure the gain from reading KV blocks back: time to first token in conversations that need four times the cache.
 
 Run: PYTHONPATH=tests python -m bench.offload [--model DIR] [--conversations 8] [--turns 3] [--first 1024] [--more 128].
 Prints a table, then one JSON line.
 
-Each turn of a conversation sends all that was said before. The conversations take turns, so that a cache for a quarter
-of them has forgotten each one when it is its turn again. Three engines get the same requests one after the other, so
-that other work on the machine disturbs all of them: one computes again, one has host memory for all conversations, one
-has host memory for a quarter of them and a directory. The first turn, which none of them knows, is not counted.
+Each turn of a conversation sends everything said before. The conversations take turns, so a cache for a quarter of them
+has evicted each one by its next turn. Three engines get the same requests one after the other, so that other work on
+the machine disturbs all of them: one recomputes, one has host memory for all conversations, and one has host memory for
+a quarter of them and a directory. The first turn, which is new to all engines, is not counted.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
 BLOCK_SIZE = 16
-CACHE_SHARE = 4  # how many times the cache the conversations need
+CACHE_SHARE = 4  # size of all conversations relative to the cache
 
 
 def first_token_seconds(engine: EngineCore, request: Request) -> tuple[float, int]:
-    """Seconds until the first token, and the prompt's cached tokens."""
+    """Return the seconds until the first token, and the number of cached prompt tokens."""
     began = time.perf_counter()
     engine.add_requests([request])
     cached = 0
@@ -43,7 +43,7 @@ def first_token_seconds(engine: EngineCore, request: Request) -> tuple[float, in
 
 
 def write_all(engine: EngineCore) -> None:
-    """Let the engine write to disk what it would write while it is idle."""
+    """Let the engine write to disk what it would write when idle."""
     manager = engine._offload
     if manager is None or manager.store is None:
         return

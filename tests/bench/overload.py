@@ -1,13 +1,13 @@
-"""What a daemon does with three times the requests that it can serve, and how it shares itself out among ten keys.
+"""Measure how a daemon handles three times the requests that it can serve, and how it shares capacity among ten keys.
 
 Run: python tests/bench/overload.py [--seconds 8] [--model demo]
 
-Every request has the same prompt length and output length. The peak is measured with as many clients as keep the daemon
-busy, each sending its next request when the last one ended. Then requests arrive at three times that rate, whatever
-becomes of them, each with a deadline (X-Request-Timeout) of twice the time that one took at the peak; *goodput* is what
-ended well within it, per second. *Jain's index* is (sum x)^2 / (n sum x^2) of the tokens that ten keys were given,
-one of which sends ten times as much as each other one, at three times the capacity in all: 1 is even, 0.1 is all for
-one. Prints a table, then one JSON line.
+All requests have the same prompt and output lengths. The peak is measured with enough clients to keep the daemon busy,
+each of which sends its next request when the last one has ended. Then requests arrive at three times that rate,
+regardless of the replies, each with a deadline (X-Request-Timeout) of twice the latency at the peak; *goodput* is the
+number of requests per second that succeed in time. *Jain's index* is (sum x)^2 / (n sum x^2) of the tokens that each
+of ten keys received, where one key sends ten times as much as each of the others, at three times the capacity in
+total: 1 means equal shares, 0.1 means one key gets everything. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pathlib import Path
 SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
 KEYS = [f"key{number}" for number in range(10)]
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
-CLIENTS = 48  # that find the peak
+CLIENTS = 48  # number of clients used to find the peak
 
 
 @dataclass
 class Tally:
-    """What became of requests."""
+    """Counts of request outcomes."""
 
     good: int = 0
     late: int = 0  # ended by their deadline
     refused: int = 0
-    tokens: Counter[str] = field(default_factory=Counter)  # given to each key
+    tokens: Counter[str] = field(default_factory=Counter)  # received by each key
 
 
 async def request(port: int, key: str, rng: random.Random, tally: Tally, deadline: float = 3600.0) -> int:
-    """One request that may take `deadline` seconds; returns its status."""
+    """Send one request with a deadline in seconds. Returns its status."""
     ids = [rng.randrange(300, 4000) for _ in range(PROMPT_TOKENS)]
     body = json.dumps({"prompt": ids, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
@@ -63,7 +63,7 @@ async def request(port: int, key: str, rng: random.Random, tally: Tally, deadlin
 
 
 async def closed_loop(port: int, seconds: float, rng: random.Random) -> float:
-    """Goodput with CLIENTS clients that wait for each answer."""
+    """Return the goodput with CLIENTS clients that each wait for their replies."""
     tally = Tally()
     ends = time.monotonic() + seconds
 
@@ -79,7 +79,7 @@ async def closed_loop(port: int, seconds: float, rng: random.Random) -> float:
 async def open_loop(
     port: int, seconds: float, rates: dict[str, float], deadline: float, rng: random.Random
 ) -> tuple[float, Tally]:
-    """Goodput with requests that arrive at random, each key at its rate per second."""
+    """Return the goodput with requests that arrive at random; rates: requests per second of each key."""
     tally, sent = Tally(), []
     total, began = sum(rates.values()), time.monotonic()
     at = began
@@ -96,8 +96,8 @@ def jain(values: list[float]) -> float:
 
 
 async def measure(port: int, seconds: float) -> dict[str, float]:
-    rng = random.Random(1)  # one for all, so that no prompt is cached from a phase before
-    await closed_loop(port, 2.0, rng)  # warm
+    rng = random.Random(1)  # shared, so that no prompt is cached from an earlier phase
+    await closed_loop(port, 2.0, rng)  # warm up
     peak = await closed_loop(port, seconds, rng)
     deadline = 2 * CLIENTS / peak
     even, tally = await open_loop(port, seconds, {key: 3 * peak / len(KEYS) for key in KEYS}, deadline, rng)

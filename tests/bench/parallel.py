@@ -1,10 +1,11 @@
-"""What several ranks on one host bring: decode speed of TP=2 and PP=2 against one rank, and how busy each rank is.
+"""Measure the gain from several ranks on one host: decode speed of TP=2 and PP=2 against one rank, and each rank's
+load.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.parallel [--streams 1 8] [--rounds 3] [--tokens 64].
 
-A 0.5B-shaped bf16 model with random weights. One rank computes with all cores, two ranks with one thread each; the
-engines are all up at the same time and take turns, so that a slow moment of the machine meets all. Prints a table, then
-one JSON line.
+The model has the 0.5B shape, bf16, with random weights. One rank computes with all cores, two ranks with one thread
+each. All engines run at the same time and take turns, so that a slow moment of the machine affects all of them. Prints
+a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def start(directory: Path, tensor: int, pipeline: int) -> EngineCore:
 
 
 def rank_processes() -> dict[int, psutil.Process]:
-    """All ranks started so far by their process ids; an engine of one rank computes in this process."""
+    """Return the processes of all ranks started so far, by id; an engine with one rank computes in this process."""
     return {child.pid: child for child in psutil.Process().children()}
 
 
@@ -54,7 +55,8 @@ def cpu_seconds(processes: list[psutil.Process]) -> list[float]:
 
 
 def decode(engine: EngineCore, streams: int, tokens: int, processes: list[psutil.Process]) -> tuple[float, list[float]]:
-    """(output tokens per second, each process's CPU seconds per second) from the last stream's first token on."""
+    """Return (output tokens per second, CPU seconds per second of each process) from the last stream's first token
+    on."""
     requests = [
         Request(
             id=number,
@@ -72,7 +74,7 @@ def decode(engine: EngineCore, streams: int, tokens: int, processes: list[psutil
         outputs = engine.step().outputs
         count += sum(len(output.token_ids) for output in outputs)
         if any(output.finish_reason for output in outputs):
-            break  # from here on fewer streams run
+            break  # from here on, fewer streams run
     took = time.perf_counter() - began
     busy = [(b - a) / took for a, b in zip(before, cpu_seconds(processes), strict=True)]
     while engine.has_work:
@@ -97,7 +99,7 @@ def main() -> None:
             speeds: dict[str, list[float]] = {name: [] for name in GRIDS}
             busy: dict[str, list[list[float]]] = {name: [] for name in GRIDS}
             for engine in engines.values():
-                decode(engine, streams, 8, [])  # warm
+                decode(engine, streams, 8, [])  # warm up
             for _ in range(arguments.rounds):
                 for name, engine in engines.items():
                     speed, shares = decode(engine, streams, arguments.tokens, processes[name])

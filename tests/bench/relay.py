@@ -1,9 +1,9 @@
-"""What a streamed token costs the server process when front ends answer the clients, in CPU time.
+"""Measure the server process's CPU time per streamed token when front ends answer the clients.
 
 Run: PYTHONPATH=tests python -m bench.relay [--front-ends 4] [--streams 64] [--steps 400]
 
-The relays of the front ends are real, with the messages that they decode and encode; the engine and the channels are
-not. The least time of a step counts, so that other load on the machine does not.
+The relays of the front ends are real, including the messages that they decode and encode; the engine and the channels
+are not. The figure is the minimum over steps, so that other load on the machine does not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serve_llm.server.generate.dispatcher import LocalDispatcher
 
 
 async def measure(num_front_ends: int, num_streams: int, num_steps: int) -> float:
-    """Microseconds per token."""
+    """Return microseconds per token."""
     engine = PacedEngine([1])
     replicas = Replicas([engine])
     dispatcher = LocalDispatcher(replicas, AdmissionController(replicas, (num_streams, 2**30)))

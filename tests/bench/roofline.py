@@ -1,10 +1,10 @@
-"""The least that steps and workloads can take on a machine: bytes over its bandwidth, operations over its peak.
+"""Compute the lower bound for the time of steps and workloads: bytes over bandwidth, operations over peak throughput.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.roofline [--quantization int8]
 
-Both limits are measured in the same run. Linear layers, the head and attention are each bound by whichever takes
-longer; weights are read once a step, cached keys and values once by each sequence; everything else is left out. Prints
-what that allows in output tokens/s for each workload, then one JSON line.
+Both limits are measured in the same run. Linear layers, the head and attention are each bound by the slower of the two;
+weights are read once per step, cached keys and values once by each sequence; everything else is ignored. Prints the
+resulting output tokens/s for each workload, then one JSON line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step reads and computes, by part: bytes and operations."""
+    """Bytes read and operations computed by one step, by part."""
 
     parts: dict[str, tuple[float, float]]
 
@@ -52,15 +52,16 @@ class Work:
 
 
 def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool = False) -> Work:
-    """Of one step. chunks: of each sequence its new tokens, and its context with them; each samples one token. bf16, or
-    the linear layers in fewer bits, with is_int8 and as the spec says; the head too with is_int8."""
+    """Return the work of one step. chunks: for each sequence the number of new tokens and the context length including
+    them; each samples one token. Linear layers are in bf16, or in fewer bits as the spec or is_int8 says; is_int8
+    includes the head."""
     new = sum(count for count, _ in chunks)
     counts = [_products(layer, spec.hidden_size, new) for layer in spec.layers]
     stored, multiplied = sum(read for read, _ in counts), sum(used for _, used in counts)
     head = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     pairs = sum(count * (context - count) + count * (count + 1) / 2 for count, context in chunks)
     mixers = [layer.attention for layer in spec.layers if not isinstance(layer.attention, DeltaNetSpec)]
-    cached = sum(map(_cached_numbers, mixers))  # states take little beside weights, and are not counted
+    cached = sum(map(_cached_numbers, mixers))  # states are small beside weights and are not counted
     scored = sum(map(_pair_operations, mixers))
     return Work(
         {
@@ -72,7 +73,8 @@ def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool 
 
 
 def workload_steps(workload: Workload) -> Iterable[list[tuple[int, int]]]:
-    """The chunks of each step, if the streams' requests start and end together; what is shared has been cached."""
+    """Return the chunks of each step, if the streams' requests start and end together and shared prefixes are
+    cached."""
     begin = workload.shared_tokens + workload.prompt_tokens
     for _ in range(workload.requests // workload.streams):
         yield [(workload.prompt_tokens, begin)] * workload.streams
@@ -81,21 +83,21 @@ def workload_steps(workload: Workload) -> Iterable[list[tuple[int, int]]]:
 
 
 def tokens_per_second(spec: ModelSpec, workload: Workload, limits: Limits, is_int8: bool = False) -> float:
-    """The most output tokens per second that the limits allow."""
+    """Return the highest number of output tokens per second that the limits allow."""
     seconds = sum(step_work(spec, chunks, is_int8).least_seconds(limits) for chunks in workload_steps(workload))
     rounds = workload.requests // workload.streams
     return rounds * workload.streams * workload.output_tokens / seconds
 
 
 def measure_limits() -> Limits:
-    """The best of a few: what a machine can do is more than what it does in a slow moment."""
+    """Return the best of a few measurements: a slow moment must not lower the machine's limits."""
     found = [kernel_bench.measure_limits() for _ in range(3)]
     return Limits(max(bandwidth for bandwidth, _ in found), max(peak for _, peak in found))
 
 
 def _products(layer: LayerSpec, width: int, tokens: int) -> tuple[float, float]:
-    """Numbers in the weights of one layer's products: those that a step of so many tokens reads, and those that one
-    token is multiplied with. Of experts, as many are read as so many random choices hit on average."""
+    """Return the number of weights of one layer that a step of so many tokens reads, and that one token multiplies
+    with. Experts read: as many as random choices hit on average."""
     attention = _attention_numbers(layer.attention, width)
     if isinstance(layer.ffn, MLPSpec):
         both = attention + _ffn_numbers(layer.ffn, width)
@@ -107,7 +109,8 @@ def _products(layer: LayerSpec, width: int, tokens: int) -> tuple[float, float]:
 
 
 def _linear_bytes(spec: ModelSpec) -> float:
-    """Of a number in the weights of layers that are all of one form, with its share of scales and zero points."""
+    """Return the bytes per weight, including its share of scales and zero points, of layers that all have one
+    format."""
     form = None if spec.grouped is None else spec.grouped.default
     if form is None:
         return 1 if spec.fp8 else 2
@@ -135,12 +138,13 @@ def _attention_numbers(attention: AnyAttentionSpec, width: int) -> int:
 
 
 def _cached_numbers(attention: AttentionSpec | MLASpec) -> int:
-    """Of one token in one layer."""
+    """Return the cached numbers of one token in one layer."""
     return attention.head_dim if isinstance(attention, MLASpec) else 2 * attention.num_kv_heads * attention.head_dim
 
 
 def _pair_operations(attention: AttentionSpec | MLASpec) -> int:
-    """Of one query with one key in one layer. Latent attention works on the cached rows themselves."""
+    """Return the operations of one query with one key in one layer. Latent attention works on the cached rows
+    themselves."""
     value = attention.kv_lora_rank if isinstance(attention, MLASpec) else attention.head_dim
     return 2 * attention.num_heads * (attention.head_dim + value)
 

@@ -1,9 +1,9 @@
-"""What routing by cached prefix is worth: prefix cache hit rate and time to first token, against simpler rules.
+"""Compare routing by cached prefix with simpler rules: prefix cache hit rate and time to first token.
 
 Run: PYTHONPATH=tests python -m bench.routing [--engines 4] [--requests 4000] [--seed 0]
 
-The engines are real schedulers with real prefix indexes; only the model is played, by a step time that grows with the
-tokens computed. Time is virtual, so that the figures are the same on every machine and in every run. Prints a table,
+The engines are real schedulers with real prefix indexes; only the model is simulated, by a step time that grows with
+the tokens computed. Time is virtual, so the figures are the same on every machine and in every run. Prints a table,
 then one JSON line.
 """
 
@@ -35,7 +35,7 @@ Arrival = tuple[float, Request]  # virtual seconds
 
 
 class Engine:
-    """A scheduler that lives in virtual time."""
+    """A scheduler in virtual time."""
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(
@@ -49,7 +49,7 @@ class Engine:
         self.batch: SchedulerOutput | None = None
 
     def begin(self, now: float) -> float | None:
-        """Start a step; returns when it ends, or None if there is nothing to do."""
+        """Start a step. Returns the time at which it ends, or None if there is nothing to do."""
         batch = self.scheduler.schedule(STEP_TOKENS, now)
         if not batch.scheduled:
             return None
@@ -69,7 +69,7 @@ class Engine:
 
 
 class RoundRobin(Router):
-    """Each engine in turn."""
+    """Route to each engine in turn."""
 
     def place(self, request_ids: Iterable[int], prompt_ids: Sequence[int], salt: str = "") -> int:
         self._next = (self._next + 1) % len(self.loads)
@@ -97,7 +97,7 @@ class Found:
     ttft_p50: float
     ttft_p99: float
     latency_p99: float
-    largest_share: float  # of all requests, on one engine
+    largest_share: float  # requests of all engines that went to one engine
 
 
 def simulate(arrivals: list[Arrival], num_engines: int, make: Callable[[int], Router]) -> Found:
@@ -131,7 +131,7 @@ def simulate(arrivals: list[Arrival], num_engines: int, make: Callable[[int], Ro
 
 
 def _requests(rng: random.Random, rate: float, prompts: Iterator[list[int]], number: int) -> list[Arrival]:
-    """Poisson arrivals at `rate` per second, 8 to 128 tokens of output each."""
+    """Return Poisson arrivals at `rate` per second, each with 8 to 128 output tokens."""
     now, found = 0.0, []
     for index in range(number):
         now += rng.expovariate(rate)
@@ -145,7 +145,7 @@ def _ids(rng: random.Random, number: int) -> list[int]:
 
 
 def shared(rng: random.Random, num_prefixes: int, num_tokens: int) -> Iterator[list[int]]:
-    """Prompts that begin with one of `num_prefixes` texts, the k-th as often as 1 / k, and go on differently."""
+    """Return prompts that begin with one of `num_prefixes` texts, the k-th with frequency 1 / k, and then differ."""
     prefixes = [_ids(rng, num_tokens) for _ in range(num_prefixes)]
     weights = [1 / place for place in range(1, num_prefixes + 1)]
     while True:
@@ -153,7 +153,8 @@ def shared(rng: random.Random, num_prefixes: int, num_tokens: int) -> Iterator[l
 
 
 def conversations(rng: random.Random, num_open: int) -> Iterator[list[int]]:
-    """Prompts that are all that was said so far in one of `num_open` conversations, which end after 3 to 10 turns."""
+    """Return prompts of `num_open` conversations, each prompt being everything said so far; they end after 3 to 10
+    turns."""
     said = [_ids(rng, 300) for _ in range(num_open)]
     left = [rng.randrange(3, 11) for _ in range(num_open)]
     while True:
@@ -166,7 +167,7 @@ def conversations(rng: random.Random, num_open: int) -> Iterator[list[int]]:
 
 
 def unlike(rng: random.Random) -> Iterator[list[int]]:
-    """Prompts that have nothing in common."""
+    """Return prompts that have nothing in common."""
     while True:
         yield _ids(rng, rng.randrange(50, 2000))
 

@@ -1,5 +1,5 @@
-"""Servers as whole processes, for measuring: start and how long that takes, memory and idle load of the process tree,
-standing still while another one is measured, end. Knows nothing of workloads."""
+"""Run servers as whole processes for measurements: start, suspend, resume and stop them, and measure start time, memory
+and idle load of the process tree. Independent of workloads."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ import psutil
 from bench.load import model_name
 
 HERE = Path(__file__).parent
-# The one beside this interpreter, else that on the path.
+# The program beside this interpreter, else the one on the path.
 SERVE_LLM = (
     shutil.which("serve-llm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "serve-llm"
 )
 START_SECONDS = 300.0
 POLL_SECONDS = 0.02
-REFUSALS = (400, 401, 403, 422)  # statuses that waiting does not mend
+REFUSALS = (400, 401, 403, 422)  # statuses that do not go away by waiting
 IDLE_SECONDS = 2.0
 IDLE_TIMES = 3
 STOP_SECONDS = 20.0
 
 
 class StartError(Exception):
-    """A server did not come up; says why and where its log is."""
+    """A server did not start; says why and where its log is."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to get at a server. With a command it is started, and `url` is where it will be."""
+    """How to reach a server. If there is a command, it is started and will answer at `url`."""
 
     name: str
     url: str
     command: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
-    takes_text: bool = False  # prompts as text only, not as token ids
+    takes_text: bool = False  # accepts prompts only as text, not as token ids
 
 
 def free_port() -> int:
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 def named(text: str, model: str) -> Recipe:
-    """`serve-llm`, `NAME=URL`, or `NAME=COMMAND`, in which {port} and {model} are replaced. Raises ValueError."""
+    """Parse `serve-llm`, `NAME=URL`, or `NAME=COMMAND`, in which {port} and {model} are replaced. Raises ValueError."""
     if text == "serve-llm":
         text = f"serve-llm={shlex.quote(SERVE_LLM)} {{model}} --port {{port}}"
     name, _, rest = text.partition("=")
@@ -73,10 +73,10 @@ def named(text: str, model: str) -> Recipe:
 
 
 def peer(text: str, model: str, threads: int) -> Recipe:
-    """`NAME=PROGRAM[,MODEL]`: a known server in an environment of its own. Raises ValueError.
+    """Parse `NAME=PROGRAM[,MODEL]`: a known server in its own environment. Raises ValueError.
 
-    PROGRAM is that environment's Python interpreter (of llama-cpp: the program llama-server); MODEL is what it loads
-    if that is not `model`: openvino wants a converted folder, llama-cpp a GGUF file.
+    PROGRAM is that environment's Python interpreter (for llama-cpp: the program llama-server). MODEL is what it loads
+    if that is not `model`: openvino needs a converted folder, llama-cpp a GGUF file.
     """
     name, _, rest = text.partition("=")
     program, _, own_model = rest.partition(",")
@@ -89,7 +89,7 @@ def peer(text: str, model: str, threads: int) -> Recipe:
                 "HF_HUB_OFFLINE": "1",
                 "PATH": f"{Path(program).parent}:{os.environ['PATH']}",  # it compiles
                 "VLLM_CPU_KVCACHE_SPACE": "2",
-                "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",  # by default one core stays idle
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",  # by default it leaves one core idle
                 "VLLM_NO_USAGE_STATS": "1",
             },
         ),
@@ -101,7 +101,7 @@ def peer(text: str, model: str, threads: int) -> Recipe:
         "transformers": (
             "-m transformers.cli.transformers serve {model} --port {port} --continuous-batching --dtype bfloat16 "
             "--attn-implementation sdpa --cb-block-size 32 --cb-num-blocks 2048 --cb-max-batch-tokens 512",
-            {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(HERE / "peers")},  # lists the models there, and must exist
+            {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(HERE / "peers")},  # must exist; it lists the models there
         ),
     }
     if name not in commands:
@@ -116,7 +116,7 @@ def peer(text: str, model: str, threads: int) -> Recipe:
 
 
 class Server:
-    """A server that answers. `start_seconds` from exec to the first token; 0 if it was not started here."""
+    """A running server. `start_seconds`: from exec to the first token; 0 if it was not started here."""
 
     def __init__(self, recipe: Recipe, process: subprocess.Popen[bytes] | None, start_seconds: float) -> None:
         self.name, self.url, self.start_seconds = recipe.name, recipe.url, start_seconds
@@ -124,7 +124,7 @@ class Server:
         self._process = process
 
     def tree(self) -> list[psutil.Process]:
-        """Its processes; none if it has ended or was not started here."""
+        """Return the server's processes; empty if it has ended or was not started here."""
         if self._process is None or self._process.poll() is not None:
             return []
         root = psutil.Process(self._process.pid)
@@ -132,7 +132,7 @@ class Server:
         return [root, *(child for child in children if child.status() != psutil.STATUS_ZOMBIE)]
 
     def resident_bytes(self) -> int:
-        """Of all its processes; what several share counts once (PSS)."""
+        """Return the memory of all its processes; shared memory counts once (PSS)."""
         total = 0
         for process in self.tree():
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
@@ -140,8 +140,8 @@ class Server:
         return total
 
     def idle_cores(self) -> float:
-        """CPU seconds per second that it takes while nobody asks, once what it does after its start is done: the least
-        of a few times."""
+        """Return its CPU seconds per second while idle: the minimum of a few measurements, as work may go on after the
+        start."""
         return min(self._measure_cores() for _ in range(IDLE_TIMES))
 
     def _measure_cores(self) -> float:
@@ -151,14 +151,14 @@ class Server:
         return (sum(sum(process.cpu_times()[:2]) for process in tree) - sum(before)) / IDLE_SECONDS
 
     def pause(self) -> None:
-        """It computes no more when this returns."""
+        """Suspend all processes. Returns once they have stopped."""
         for process in self.tree():
             process.suspend()
             while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
                 time.sleep(0.001)
 
     def resume(self) -> None:
-        """It runs again, and has answered once."""
+        """Resume all processes. Returns once the server has answered a request."""
         for process in reversed(self.tree()):
             process.resume()
         wait_for_token(self.url, self.takes_text)
@@ -174,14 +174,14 @@ class Server:
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        with contextlib.suppress(ProcessLookupError):  # children that outlived it; it leads a group of its own
+        with contextlib.suppress(ProcessLookupError):  # children that outlived it; it leads its own process group
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 @contextlib.contextmanager
 def running(recipe: Recipe) -> Iterator[Server]:
-    """The server, up and having given one token; ended afterwards. Raises StartError."""
+    """Start the server, wait for its first token, and stop it at the end. Raises StartError."""
     if not recipe.command:
         yield Server(recipe, None, 0.0)
         return
@@ -217,7 +217,7 @@ def running(recipe: Recipe) -> Iterator[Server]:
 
 
 def wait_for_token(url: str, takes_text: bool, check: Callable[[], None] = lambda: None) -> None:
-    """Ask until the server has completed one token. check: called after each attempt that failed; may raise.
+    """Send requests until the server has completed one token. check: called after each failed attempt; may raise.
 
     Raises StartError if it takes too long.
     """
@@ -245,7 +245,7 @@ def wait_for_token(url: str, takes_text: bool, check: Callable[[], None] = lambd
 
 
 def stop_on_signals() -> None:
-    """SIGTERM ends this program as Ctrl-C does, so that no server outlives it."""
+    """Make SIGTERM end this program as Ctrl-C does, so that no server outlives it."""
 
     def leave(number: int, frame: object) -> None:
         raise KeyboardInterrupt

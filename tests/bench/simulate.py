@@ -1,12 +1,12 @@
-"""Simulates many engines behind one router: throughput, tail latency, routing and the cost of lost nodes.
+"""Simulate many engines behind one router: throughput, tail latency, routing and the cost of lost nodes.
 
 Run: PYTHONPATH=tests python -m bench.simulate run --replicas 16 --requests 2000 --rate 60 --lose 0@5+20
      PYTHONPATH=tests python -m bench.simulate generate trace.jsonl --arrivals bursty --mix conversations
      PYTHONPATH=tests python -m bench.simulate run --trace trace.jsonl --costs costs.json
 
-A discrete-event simulation: the scheduler with its blocks, prefix cache and preemption, the router, the replays after
-a loss and admission control are the daemon's own; only the clock and the time of a step are not real.
-Prints a table, then one JSON line. Equal arguments give equal results, but for the time that the simulation took.
+This is a discrete-event simulation. The scheduler with its blocks, prefix cache and preemption, the router, the replays
+after a loss and admission control are the daemon's own code; only the clock and the step times are simulated.
+Prints a table, then one JSON line. Equal arguments give equal results, except for the run time of the simulation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ARRIVALS = {"poisson": poisson_times, "bursty": bursty_times}
 
 
 def parse_loss(text: str) -> NodeLoss:
-    """NODE@SECONDS+DOWN: a node is lost at a time, and back after DOWN seconds."""
+    """Parse NODE@SECONDS+DOWN: a node is lost at a time and returns after DOWN seconds."""
     found = re.fullmatch(r"(\d+)@(\d+(?:\.\d+)?)\+(\d+(?:\.\d+)?)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not NODE@SECONDS+DOWN, such as 0@5+20")
@@ -59,14 +59,14 @@ def parse_loss(text: str) -> NodeLoss:
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return int(text)
 
 
 def make_trace(given: argparse.Namespace) -> list[TraceRequest]:
-    """The generated trace. --rate counts requests, of which a conversation has several."""
+    """Return the generated trace. --rate counts requests; a conversation has several."""
     rng = random.Random(given.seed)
     mix = MIXES[given.mix]
     times = ARRIVALS[given.arrivals](rng, given.rate / mix.mean_turns)
@@ -141,7 +141,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser, replicas: int) -> None:
     parser.add_argument("--max-num-seqs", type=count, default=256)
     parser.add_argument("--max-model-len", type=count, default=32768)
     parser.add_argument("--step-tokens", type=count, default=2048, help="--max-num-batched-tokens")
-    parser.add_argument("--max-queue", default="2048,4M", help="as the option of the daemon")
+    parser.add_argument("--max-queue", default="2048,4M", help="like the daemon's option")
     parser.add_argument("--detection-seconds", type=positive, default=5.0, help="until a lost node is noticed")
     parser.add_argument(
         "--costs", type=Path, help="JSON file of StepCosts; default: an 8B model on a GPU, by arithmetic"
@@ -183,5 +183,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    gc.disable()  # nothing of a simulation is garbage before its end
+    gc.disable()  # the simulation produces no garbage before its end
     sys.exit(main())

@@ -1,13 +1,13 @@
-"""Tokens per second with and without speculative decoding by prompt lookup.
+"""Compare tokens per second with and without speculative decoding by prompt lookup.
 
 In about 4 minutes: OMP_WAIT_POLICY=passive PYTHONPATH=tests python -m bench.speculation [--tokens 200] [--turns 9]
 
-Two engines in one process step alternately, so that other work on the machine disturbs both. The demo model, so that
-texts are real ones: edits of functions of the standard library (a name replaced), quotes of them, and ordinary code,
-which is sampled; one stream, and 8 at a time. Both engines write the same ids. Prints a table, then one JSON line.
-`on / off` is the median over turns of the ratio of tokens per second, `all` the ratio of the times of all turns, `cpu`
-the median of processor time, which other work disturbs less; `accepted` is the share of draft tokens, `per step` the
-ids of a step, `aim` the ratio that would do (for 8 streams, that no workload becomes slower).
+Two engines in one process step alternately, so that other work on the machine disturbs both. They run the demo model,
+so that texts are realistic: edits of functions of the standard library (a name replaced), quotes of them, and ordinary
+code, which is sampled; one stream, and 8 at a time. Both engines write the same ids. Prints a table, then one JSON
+line. `on / off` is the median over turns of the ratio of tokens per second, `all` the ratio of the times of all turns,
+`cpu` the median for processor time, which other work disturbs less; `accepted` is the share of accepted draft tokens,
+`per step` the ids per step, `aim` the target ratio (for 8 streams, that no workload becomes slower).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
 FUNCTIONS = (fnmatch.translate, heapq.merge, heapq.nsmallest, textwrap.dedent, shlex.split, textwrap.indent)
-MAX_CHARACTERS = 1200  # the demo model holds 2,048 tokens
+MAX_CHARACTERS = 1200  # the demo model's context is 2,048 tokens
 STREAMS = 8
 AIM_OF_MANY = 0.97  # ratio of the tokens per second of all streams
 
@@ -42,7 +42,7 @@ AIM_OF_MANY = 0.97  # ratio of the tokens per second of all streams
 class Task:
     prompts: Sequence[str]
     temperature: float
-    aim: float  # ratio of one stream's tokens per second
+    aim: float  # ratio for one stream
 
 
 def make_tasks() -> dict[str, Task]:
@@ -60,7 +60,7 @@ def make_tasks() -> dict[str, Task]:
 
 @dataclass
 class Turn:
-    """One run of some streams by one engine."""
+    """One run of some streams on one engine."""
 
     seconds: float
     cpu_seconds: float
@@ -75,8 +75,8 @@ class Turn:
 
 
 def run_turns(engines: Mapping[bool, EngineCore], requests: Sequence[Request]) -> dict[bool, Turn]:
-    """Engines compute the same requests and step alternately, so that other work on the machine disturbs all alike.
-    Times begin after the first id."""
+    """Run the same requests on all engines, which step alternately so that other work on the machine disturbs all
+    alike. Times start after the first id."""
     turns = {is_on: Turn(0.0, 0.0, {request.id: [] for request in requests}, 0, 0, 0) for is_on in engines}
     counts = {is_on: engine.step().stats for is_on, engine in engines.items()}
     before = {
@@ -112,7 +112,8 @@ def step(engine: EngineCore, turn: Turn) -> None:
 
 
 def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tokens: int) -> list[Request]:
-    """Each turn is another tenant's, so that no draft comes from the outputs of an earlier turn."""
+    """Return the requests of a turn. Each turn belongs to another tenant, so that no draft comes from an earlier turn's
+    output."""
     tenant = 1000 * streams + turn
     requests = []
     for number in range(streams):
@@ -153,7 +154,7 @@ def measure(engines: dict[bool, EngineCore], make: Sequence[Sequence[Request]]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=200, help="output tokens per stream")
     parser.add_argument("--turns", type=int, default=9)
     given = parser.parse_args()
     folder = resolve_model("demo")

@@ -1,8 +1,8 @@
-"""How long until something answers, and what of that the engine says it spent on what.
+"""Measure how long a start takes, and how the engine's log divides that time into phases.
 
-Run: PYTHONPATH=tests python -m bench.start [--rounds 3]. --help, then for the demo model and the shape of Qwen2 0.5B
-from exec to /health and to the first token. The phases are the engine's own log lines; the server's work runs beside
-them. Prints a table of medians with the spread, then one JSON line.
+Run: PYTHONPATH=tests python -m bench.start [--rounds 3]. Times --help; then, for the demo model and the shape of Qwen2
+0.5B, from exec to /health and to the first token. The phases come from the engine's log lines; the server's work runs
+in parallel. Prints a table of medians with the spread, then one JSON line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def help_seconds() -> float:
 
 
 def seconds_until(url: str, body: bytes | None, began: float, process: subprocess.Popen[bytes]) -> float:
-    """Ask again and again until the answer is 200."""
+    """Return the seconds until the answer is 200, asking repeatedly."""
     while process.poll() is None:
         try:
             with urllib.request.urlopen(url, body, timeout=60):
@@ -50,7 +50,7 @@ def seconds_until(url: str, body: bytes | None, began: float, process: subproces
 
 
 def later_seconds(url: str, process: subprocess.Popen[bytes]) -> list[float]:
-    """Of requests one after the other, like the first but for their prompts."""
+    """Return the seconds of requests sent one by one, which differ from the first one only in their prompts."""
     found = []
     for number in range(LATER_REQUESTS):
         body = json.dumps({"prompt": f"def main{number}():", "max_tokens": 1}).encode()
@@ -59,7 +59,7 @@ def later_seconds(url: str, process: subprocess.Popen[bytes]) -> list[float]:
 
 
 def start_seconds(model: str, *options: str, **environ: str) -> dict[str, float]:
-    """environ: more variables."""
+    """Return the phases' seconds. environ: additional variables."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:

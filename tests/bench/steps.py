@@ -1,19 +1,18 @@
-"""Where the time of an engine's step goes, part by part, beside what memory and arithmetic of this machine allow.
+"""Measure how the time of an engine step divides into parts, and compare with the limits of memory and arithmetic.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.steps [--quantization int8] [--steps 24]
 
-A 0.5B-shaped model in this process, stepped as the engine's loop steps it, with messages over a real socket. Timers are
-put around the engine's parts from outside: around every kernel of the table that the model is built with, whatever
-kernels there are, and around the calls in `CALLS`. Time inside a part that is itself part of another counts once, for
-the inner one; what no timer covers is "other". Steps with and without timers take turns; the time of a step is that of
-steps without. Prints a table, then one JSON line.
+A 0.5B-shaped model runs in this process, stepped as in the engine's loop, with messages over a real socket. Timers are
+put around the engine's parts from outside: around every kernel in the table with which the model is built, and around
+the calls in `CALLS`. Time in nested parts counts once, for the inner one; time that no timer covers is "other". Steps
+with and without timers take turns; the time of a step is that of steps without. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as engine processes have it, before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in engine processes, before torch is imported
 
 import argparse
 import dataclasses
@@ -46,10 +45,10 @@ from support.resolved import resolve_all
 
 CONTEXT = 256
 CHUNK = 256
-FILL = 2048  # tokens of a step while streams begin
+FILL = 2048  # token budget of a step while streams begin
 WARM_STEPS = 4
 PREFILLS = 6
-# The part of a kernel, by what its name holds; the first that fits. Other kernels are parts by their own names.
+# The part of a kernel, by a fragment of its name; the first match wins. Other kernels are parts by their own names.
 KERNEL_PARTS = (
     ("pack", "linear"),
     ("attention", "attention"),
@@ -61,7 +60,7 @@ KERNEL_PARTS = (
     ("gelu", "activation"),
     ("sampl", "sampling"),
 )
-# Where other parts are, from the engine on; `[]` stands for every element of a list.
+# Paths of other parts, starting at the engine; `[]` stands for every element of a list.
 CALLS = (
     ("scheduling", "scheduler.schedule"),
     ("scheduling", "scheduler.update_from_output"),
@@ -80,7 +79,7 @@ ORDER = (
 
 
 class Stopwatch:
-    """Seconds by part. A part that is called inside another is taken off that one."""
+    """Seconds by part. Time in a nested part is subtracted from the outer one."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -109,7 +108,7 @@ class Stopwatch:
 
 
 class TimedLinear:
-    """A packed product that is timed; for the rest it is the product."""
+    """A packed linear layer that is timed, and otherwise behaves like the original."""
 
     def __init__(self, product: Any, part: str, watch: Stopwatch) -> None:
         self._product, self._call = product, watch.wrap(part, product)
@@ -126,7 +125,7 @@ def kernel_part(name: str) -> str:
 
 
 def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernels:
-    """The same kernels, each timed. What `pack...` makes is timed, not the packing."""
+    """Return the same kernels, each timed. For `pack...`, the product that it returns is timed, not the packing."""
 
     def packing(pack: Callable[..., Any]) -> Callable[..., Any]:
         def packed(weight: Any, *args: Any, **kwargs: Any) -> TimedLinear:
@@ -140,7 +139,7 @@ def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernel
             return {key: watch.wrap(kernel_part(name), one) for key, one in value.items()}
         if not callable(value):
             return value
-        if name in ("pack_experts", "pack_heads"):  # made of products that are timed, or of a model without this bench
+        if name in ("pack_experts", "pack_heads"):  # built from timed products, or used by other models
             return value
         return packing(value) if name.startswith("pack") else watch.wrap(kernel_part(name), value)
 
@@ -149,7 +148,7 @@ def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernel
 
 
 def time_calls(engine: EngineCore, watch: Stopwatch, calls: Sequence[tuple[str, str]] = CALLS) -> list[str]:
-    """Put timers around `calls`. Returns those that are not there (any more)."""
+    """Put timers around `calls`. Returns the paths that do not exist (any more)."""
     missing = []
     for part, path in calls:
         *way, name = path.split(".")
@@ -214,7 +213,7 @@ class Bench:
         self._socket.send(messages.encode(messages.Submit(requests)))
 
     def step(self, timed: bool) -> tuple[float, messages.StepOutputs]:
-        """One round of the loop: its seconds, and what was sent."""
+        """Run one iteration of the loop. Returns its seconds and the message sent."""
         self.watch.on = timed
         began = time.perf_counter()
         for message in self._receive(0):
@@ -233,19 +232,19 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """Seconds of a step."""
+    """Seconds per step."""
 
     plain: float  # without timers
     timed: float
     parts: dict[str, float]
     weights: float  # to read the weights once
-    least: float  # what memory and arithmetic need: see `roofline`
+    least: float  # lower bound by memory and arithmetic: see `roofline`
     num_bytes: float
     operations: float
 
 
 def middle_half(steps: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
-    """Means over the steps that are neither among the quickest quarter nor among the slowest."""
+    """Return the means over the steps without the fastest and the slowest quarter."""
     ordered = sorted(steps, key=lambda step: step[0])
     cut = len(ordered) // 4
     kept = ordered[cut : len(ordered) - cut]
@@ -255,8 +254,8 @@ def middle_half(steps: Sequence[tuple[float, dict[str, float]]]) -> tuple[float,
 
 
 def measure(bench: Bench, steps: Iterator[None], limits: Limits, chunks: list[tuple[int, int]]) -> Case:
-    """Every other step with timers. steps: before each element, the next step is ready to be taken. chunks: what such a
-    step computes, as in `step_work`."""
+    """Measure every other step with timers. steps: before each element, the next step is ready to run. chunks: what
+    such a step computes, as in `step_work`."""
     found: dict[bool, list[tuple[float, dict[str, float]]]] = {True: [], False: []}
     for number, _ in enumerate(steps):
         timed = number % 2 == 1
@@ -284,7 +283,7 @@ def decode(bench: Bench, streams: int, count: int, limits: Limits) -> Case:
 
 
 def prefill(bench: Bench, limits: Limits) -> Case:
-    """One chunk, the prompt's whole; the engine's own budget of tokens is put aside."""
+    """Measure steps of one chunk, the whole prompt; this overrides the engine's token budget."""
 
     def prompts() -> Iterator[None]:
         for _ in range(2 * PREFILLS):
@@ -299,7 +298,7 @@ def prefill(bench: Bench, limits: Limits) -> Case:
 
 
 def table(cases: Mapping[str, Case]) -> list[str]:
-    """Lines for people: ms and share of a step for every part, then the step and what is the least it can take."""
+    """Format the table: ms and share of a step for every part, then the step and its lower bound."""
     names = [*ORDER, *sorted({name for case in cases.values() for name in case.parts}.difference(ORDER))]
     rows = [["ms (share of the step)", *cases]]
     for name in names:
@@ -328,7 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint (default: the shape of Qwen2 0.5B)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--steps", type=int, default=24, help="of each number of streams, half of them with timers")
+    parser.add_argument("--steps", type=int, default=24, help="steps per number of streams, half of them with timers")
     parser.add_argument("--quantization", choices=("int8",))
     given = parser.parse_args()
     options = {"quantization": given.quantization} if given.quantization else {}

@@ -1,12 +1,12 @@
-"""What structured output costs and saves: the step of 16 streams with and without a JSON schema, the time that a schema
-takes before its first token, and the tokens per second of one stream with and without jump-forward.
+"""Measure what structured output costs and saves: decode steps of 16 streams with and without a JSON schema, the time
+to compile a schema, and tokens per second of one stream with and without jump-forward.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.structured [--turns 24] [--streams 8]
 
-A 0.5B-shaped model with random weights in this process, and a tokenizer of as many tokens as it has logits, made from
-the demo model's: its tokens and concatenations of two or three of them. The tokenizer itself writes only the former, so
-forced texts have more tokens here than with a tokenizer of that size. Steps with and without take turns; the share
-is the median of the turns, with its quartiles. Prints a table, then one JSON line.
+A 0.5B-shaped model with random weights runs in this process, with a tokenizer that has as many tokens as the model has
+logits: the demo model's tokens and concatenations of two or three of them. The tokenizer itself writes only the former,
+so forced texts have more tokens here than with a real tokenizer of that size. Steps with and without a schema take
+turns; the share is the median of the turns, with its quartiles. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ FORCED = {
 
 
 def typical_schema(number: int) -> dict[str, object]:
-    """Schemas that differ from each other."""
+    """Return a typical schema; different numbers give different schemas."""
     people = {f"person_{number}": {"type": "object", "properties": PERSON, "required": list(PERSON)}}
     return {"type": "object", "properties": people, "required": list(people), "additionalProperties": False}
 
@@ -111,7 +111,7 @@ def build_engine(folder: Path, jump_forward: bool) -> EngineCore:
 
 
 def measure_steps(engine: EngineCore, grammar: str, seed: int, steps: int) -> list[float]:
-    """Seconds of decode steps of STREAMS requests."""
+    """Return the seconds of decode steps of STREAMS requests."""
     requests = [
         Request(
             id=number,
@@ -135,8 +135,7 @@ def measure_steps(engine: EngineCore, grammar: str, seed: int, steps: int) -> li
 
 
 def compare_steps(engine: EngineCore, grammar: str, turns: int) -> tuple[float, float, list[float]]:
-    """The medians, in seconds, of a step without and with the grammar, and by how much a step with it took longer in
-    each turn, as a share."""
+    """Return the median seconds of a step without and with the grammar, and each turn's slowdown as a share."""
     without: list[float] = []
     with_grammar: list[float] = []
     for turn in range(turns):
@@ -147,7 +146,7 @@ def compare_steps(engine: EngineCore, grammar: str, turns: int) -> tuple[float, 
 
 
 def generate_one(engine: EngineCore, grammar: str, seed: int) -> tuple[list[int], float]:
-    """The ids of one stream, and the seconds after its first ones."""
+    """Return the ids of one stream, and the seconds after its first ones."""
     sampling = Sampling(max_tokens=400, seed=seed, grammar=grammar, stop_token_ids=(0,))
     engine.add_requests([Request(id=seed, prompt_ids=[seed, *range(63)], sampling=sampling)])
     ids: list[int] = []
@@ -160,7 +159,7 @@ def generate_one(engine: EngineCore, grammar: str, seed: int) -> tuple[list[int]
 
 
 def measure_forced(engines: dict[bool, EngineCore], grammar: str, streams: int) -> dict[bool, float]:
-    """Tokens per second with and without jump-forward, whose streams take turns and are equal."""
+    """Return tokens per second with and without jump-forward; both write the same streams, in turns."""
     num_tokens = 0
     seconds = {False: 0.0, True: 0.0}
     for seed in range(streams):
@@ -174,7 +173,7 @@ def measure_forced(engines: dict[bool, EngineCore], grammar: str, streams: int) 
 
 
 def measure_compilation(folder: Path, vocab_size: int) -> dict[str, float]:
-    """Medians in seconds."""
+    """Return medians in seconds."""
     began = time.perf_counter()
     compiler = GrammarCompiler((folder / "tokenizer.json").read_text, vocab_size, 2**20)
     tokenizer = compiler.load_tokenizer()
@@ -203,8 +202,10 @@ def measure_compilation(folder: Path, vocab_size: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=24, help=f"with and without a schema, of {STEPS_PER_TURN} steps")
-    parser.add_argument("--streams", type=int, default=8, help="of each kind of forced text")
+    parser.add_argument(
+        "--turns", type=int, default=24, help=f"turns of {STEPS_PER_TURN} steps, with and without a schema"
+    )
+    parser.add_argument("--streams", type=int, default=8, help="streams per kind of forced text")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "model"
@@ -213,7 +214,7 @@ def main() -> None:
         write_tokenizer(folder, vocab_size)
         found = measure_compilation(folder, vocab_size)
         compiler = GrammarCompiler((folder / "tokenizer.json").read_text, vocab_size, 2**20)
-        # A long array: no stream ends while it is measured.
+        # A long array: no stream ends during the measurement.
         schema = {"type": "array", "items": {"type": "object", "properties": PERSON}, "minItems": 1000}
         grammar = compiler.compile(StructuredOutputs(json=schema))
         engines = {jump_forward: build_engine(folder, jump_forward) for jump_forward in (False, True)}

@@ -1,9 +1,9 @@
-"""What HTTP and the front end cost: the same prompts offline (`LLM`) and through the daemon; and memory at rest.
+"""Measure the overhead of HTTP and the front end: the same prompts offline (`LLM`) and through the daemon; idle memory.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.throughput [--turns 2] [--workload W2]
 
 Both engines run the shape of Qwen2 0.5B, hold as many sequences as the workload has streams, and take turns; the daemon
-is stopped while `LLM` has its turn. Prints a table, then one JSON line.
+is suspended during `LLM`'s turns. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KV_CACHE = "512MiB"
 
 
 def offline_speed(llm: LLM, workload: Workload, turn: int) -> float:
-    """Output tokens per second."""
+    """Return output tokens per second."""
     params = SamplingParams(temperature=0, max_tokens=workload.output_tokens, ignore_eos=True)
     prompts = workload.prompts(turn, IDS)
     began = time.perf_counter()

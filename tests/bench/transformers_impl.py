@@ -1,9 +1,9 @@
-"""What `--model-impl transformers` costs beside a family file: the same prompts offline through both, in turns.
+"""Compare `--model-impl transformers` with a family file: the same prompts offline through both, in turns.
 
 Run on a quiet machine: PYTHONPATH=tests python -m bench.transformers_impl [--turns 3]
 
-The shape of Qwen2 0.5B, prompts of 256 tokens and 128 more, one stream and 16. Prints output tokens per second and
-their ratios, then one JSON line.
+The model has the shape of Qwen2 0.5B; prompts have 256 tokens, outputs 128; one stream and 16. Prints output tokens per
+second and their ratios, then one JSON line.
 """
 
 from __future__ import annotations

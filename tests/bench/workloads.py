@@ -1,8 +1,8 @@
-"""What a server is loaded with: lengths, streams and token ids of W1 to W4, and arrival times.
+"""The benchmark workloads: lengths, streams and token ids of W1 to W4, and arrival times.
 
 Pure data and arithmetic. Prompts are token ids, so that every server computes the same number of tokens whatever its
-tokenizer does. Own parts differ from turn to turn, so that no turn finds another's prompts in a prefix cache; the
-shared part is always the same, as a system prompt is.
+tokenizer does. The individual parts of prompts differ from turn to turn, so that no turn finds another's prompts in a
+prefix cache; the shared part is always the same, like a system prompt.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ SHARED_SEED = 1024
 
 @dataclass(frozen=True)
 class Workload:
-    """`streams` clients, each of which sends its next request when the last is answered, `requests` in all."""
+    """`requests` requests from `streams` clients that each send the next request when the last one is answered."""
 
     name: str
     streams: int
-    prompt_tokens: int  # of each request's own
+    prompt_tokens: int  # each request's individual part
     output_tokens: int
     requests: int
-    shared_tokens: int = 0  # in front of every prompt
+    shared_tokens: int = 0  # shared by every prompt, at its start
 
     def shared(self, ids: Sequence[int]) -> list[int]:
         rng = random.Random(SHARED_SEED)
         return [rng.choice(ids) for _ in range(self.shared_tokens)]
 
     def prompts(self, turn: int, ids: Sequence[int]) -> list[list[int]]:
-        """One prompt for each request. ids: to choose from, such as every server can turn into text."""
+        """Return one prompt per request. ids: the ids to choose from, for example those that every server can turn into
+        text."""
         rng = random.Random(f"{self.name} {turn}")
         shared = self.shared(ids)
         return [shared + [rng.choice(ids) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
@@ -50,7 +51,8 @@ WARM = Workload("warm", streams=2, prompt_tokens=64, output_tokens=8, requests=2
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds from the start at which `count` requests arrive, `rate` per second on average; the first at 0."""
+    """Return the arrival times of `count` requests in seconds from the start, `rate` per second on average; the first
+    is 0."""
     rng = random.Random(seed)
     times = [0.0]
     while len(times) < count:
@@ -59,7 +61,7 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of the values lie, between neighbours linearly; NaN of none."""
+    """Return the value below which `share` (0 to 1) of the values lie, interpolated linearly; NaN if there are none."""
     if not values:
         return float("nan")
     ordered = sorted(values)

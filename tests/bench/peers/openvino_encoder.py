@@ -1,8 +1,8 @@
-"""OpenVINO behind standard input and output, as an encoder of texts, so that it can be measured. For measuring only.
+"""Serve OpenVINO as an encoder of texts over standard input and output. For measuring only.
 
 Run with an interpreter that has openvino, torch and transformers: python openvino_encoder.py MODEL --dtype float32
 --threads 2. MODEL is a checkpoint whose vectors are the first token's hidden states, scaled to length 1. Reads lines,
-each a JSON list of texts, and writes lines with the list of their vectors.
+each a JSON list of texts, and writes lines, each a list of their vectors.
 """
 
 from __future__ import annotations

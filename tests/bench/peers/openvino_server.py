@@ -1,8 +1,8 @@
-"""OpenVINO GenAI behind a small /v1/completions, so that it can be measured beside servers. For measuring only.
+"""Serve OpenVINO GenAI through a small /v1/completions, to measure it beside other servers. For measuring only.
 
-Run with an interpreter that has openvino-genai: python openvino_server.py MODEL --port 8000, MODEL a folder that
-optimum-intel has converted. The pipeline has continuous batching but no HTTP server. This one takes prompts as token
-ids, streams every token as soon as a step has made it, and spends next to nothing on it: a token's text is its id.
+Run with an interpreter that has openvino-genai: python openvino_server.py MODEL --port 8000. MODEL is a folder that
+optimum-intel has converted. The pipeline has continuous batching but no HTTP server. This one accepts prompts as token
+ids, streams every token as soon as a step has produced it, and adds almost no cost: a token's text is its id.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import openvino_genai as genai
 HEAD = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n"
 
 
-TURNS = 8  # of the event loop after each step: enough to write what the step made and to read what has arrived
+TURNS = 8  # turns of the event loop after each step: enough to write its tokens and to read new requests
 
 
 class Pipeline:
-    """Steps in a thread while there is work; ids reach the requests' queues through the event loop.
+    """Runs steps in a thread while there is work; ids reach the requests' queues through the event loop.
 
-    A step keeps the interpreter's lock, so the thread stands still after each until the event loop has had its turns.
+    A step holds the GIL, so the thread waits after each one until the event loop has had its turns.
     """
 
     def __init__(self, model: str, precision: str, threads: int, batched_tokens: int, cache_gb: int) -> None:
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--precision", choices=("bf16", "f32"), default="bf16")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batched-tokens", type=int, default=2048, help="most tokens of a step")
+    parser.add_argument("--batched-tokens", type=int, default=2048, help="maximum tokens per step")
     parser.add_argument("--cache-gb", type=int, default=2)
     asyncio.run(serve(parser.parse_args()))
 

@@ -1,7 +1,7 @@
-"""sentence-transformers behind standard input and output, so that it can be measured. For measuring only.
+"""Serve sentence-transformers over standard input and output. For measuring only.
 
 Run with an interpreter that has sentence-transformers: python sentence_encoder.py MODEL --dtype float32. Reads lines,
-each a JSON list of texts, and writes lines with the list of their vectors.
+each a JSON list of texts, and writes lines, each a list of their vectors.
 """
 
 from __future__ import annotations

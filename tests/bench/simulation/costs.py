@@ -1,4 +1,4 @@
-"""How long a step takes: a linear model of what is computed in it, given or fitted to measured steps."""
+"""Step time as a linear model of the work in a step, given or fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_llm.engine.scheduler.output import SchedulerOutput
 
 
 class StepWork(msgspec.Struct, frozen=True):
-    """What one step computes."""
+    """The work of one step."""
 
     prompt_tokens: int = 0
     num_decoding: int = 0  # sequences that get one token
@@ -18,11 +18,11 @@ class StepWork(msgspec.Struct, frozen=True):
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a step, and of what is around it. None is negative."""
+    """Seconds of a step and of the overheads around it. None is negative."""
 
-    step_seconds: float  # whatever is in it
+    step_seconds: float  # independent of the work
     prompt_token_seconds: float
-    sequence_seconds: float  # for each decoding sequence
+    sequence_seconds: float  # per decoding sequence
     context_token_seconds: float
     request_seconds: float = 0.0  # from a client to the engine's queue, and for the first token back
 
@@ -41,9 +41,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
 
-# By arithmetic, not measured: a model of 8 billion bfloat16 parameters, 32 layers with 8 KV heads of 128, on a GPU with
-# 3.35 TB/s and 990 TFLOP/s of which prompts reach half. 16 GB / 3.35 TB/s + 1.5 ms of host time; 16 GFLOP a token;
-# 131 kB of keys and values a position.
+# Derived by arithmetic, not measured: a model of 8 billion bfloat16 parameters, 32 layers with 8 KV heads of 128, on a
+# GPU with 3.35 TB/s and 990 TFLOP/s, half of which prompts reach. 16 GB / 3.35 TB/s + 1.5 ms of host time; 16 GFLOP per
+# token; 131 kB of keys and values per position.
 GPU_8B = StepCosts(
     step_seconds=0.006_3,
     prompt_token_seconds=0.000_032,
@@ -68,16 +68,16 @@ def measure_work(output: SchedulerOutput) -> StepWork:
 
 
 def fit_costs(measured: Sequence[tuple[StepWork, float]], request_seconds: float = 0.0) -> StepCosts:
-    """Costs with the least squared relative error, none of them negative. measured: steps and their seconds.
+    """Fit non-negative costs with the least squared relative error. measured: steps and their seconds.
 
-    Raises ValueError without enough different steps.
+    Raises ValueError if there are not enough different steps.
     """
     rows = [[1.0, work.prompt_tokens, work.num_decoding, work.context_tokens] for work, _ in measured]
     if len(rows) < 4:
         raise ValueError("at least 4 measured steps are needed")
     weighted = [[value / seconds for value in row] for row, (_, seconds) in zip(rows, measured, strict=True)]
     used = [0, *(column for column in (1, 2, 3) if any(row[column] for row in rows))]
-    while True:  # drop the most negative term until none is; the first one stays
+    while True:  # drop the most negative term until none is negative; always keep the first one
         found = _solve_least_squares([[row[column] for column in used] for row in weighted])
         if min(found) >= 0 and found[0] > 0:
             break
@@ -96,8 +96,10 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]], request_seconds: float
 
 
 def _solve_least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """x with the least |rows x - 1|, by the normal equations of columns scaled to 1. Raises ValueError if some columns
-    depend on others."""
+    """Return x with the least |rows x - 1|, by the normal equations of columns scaled to 1.
+
+    Raises ValueError if some columns depend on others.
+    """
     size = len(rows[0])
     scales = [max(abs(row[column]) for row in rows) for column in range(size)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]

@@ -1,4 +1,4 @@
-"""A trace sent to a real daemon, and the daemon's step costs as its clients see them."""
+"""Send a trace to a real daemon, and derive the daemon's step costs from client-side times."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from bench.simulation.report import GapHistogram, Latencies
 from bench.simulation.traces import PromptBuilder, TraceRequest
 from serve_llm.cli.bench.client import StreamClient, TimedReply
 
-DECODE_TOKENS = 160  # each stream has so many while decode steps are timed
-# (streams, prompt tokens of each) of the decode steps that are timed
+DECODE_TOKENS = 160  # streams used to time decode steps
+# (streams, prompt tokens of each) of the timed decode steps
 DECODE_BATCHES = ((1, 16), (2, 16), (4, 16), (12, 16), (1, 800), (6, 480))
 PROMPT_LENGTHS = (16, 128, 256, 480)
 DECODE_REPEATS = 2
@@ -30,7 +30,7 @@ PROMPT_REPEATS = 5
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """A trace on a real daemon."""
+    """A trace run on a real daemon."""
 
     output_tokens: int
     output_tokens_per_second: float
@@ -38,13 +38,13 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """Times of a daemon that did nothing else."""
+    """Times measured on an otherwise idle daemon."""
 
     steps: list[tuple[StepWork, float]]  # decode steps and their seconds
-    prompts: list[tuple[int, float]]  # tokens of a prompt, and seconds to the first token after it
+    prompts: list[tuple[int, float]]  # tokens of a prompt, and its seconds to first token
 
     def fit(self, other: Calibration) -> StepCosts:
-        """Costs by the medians of both, of before and after what they are wanted for."""
+        """Fit costs to the medians of two calibrations, made before and after the run."""
         seconds: defaultdict[StepWork, list[float]] = defaultdict(list)
         for work, one in [*self.steps, *other.steps]:
             seconds[work].append(one)
@@ -57,10 +57,10 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 class DaemonClient:
-    """Sends requests of traces. Every id of a reply is REPLY_ID, so that the next turns of conversations are known."""
+    """Sends requests of traces. Every id of a reply is recorded as REPLY_ID, so conversations' next turns are known."""
 
     def __init__(self, url: str, model: str | None, seed: int) -> None:
-        """seed: another one gives other prompts, which are in no cache."""
+        """seed: different seeds give different prompts, which are in no cache."""
         self.prompts = PromptBuilder(IDS, seed)
         self._client = StreamClient(url)
         self._model = model

@@ -16,27 +16,27 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.server.engines.replicas import Sink
 from serve_llm.server.metrics.meter import Meter
 
-REPLY_ID = 300  # every id that is sampled
+REPLY_ID = 300  # the id sampled everywhere
 _SAMPLED = RunnerOutput(token_id=REPLY_ID)
 _NOT_SAMPLED = RunnerOutput()
 
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What the engine is told by its options and finds of its memory."""
+    """What options and memory determine about an engine."""
 
     num_blocks: int
     block_size: int = 16
     max_num_seqs: int = 256
     max_model_len: int = 8192
     max_num_batched_tokens: int = 2048
-    async_scheduling: bool = True  # as on a GPU: a step is scheduled while the one before it runs
+    async_scheduling: bool = True  # as on a GPU: a step is scheduled while the previous one runs
     target_step_seconds: float | None = None  # as on a CPU; see `TokenBudget`
     prefix_caching: bool = True
 
 
 class SimulatedEngine:
-    """An engine process, as `server.engines.replicas.Replicas` sees it (EngineHandle), and its loop."""
+    """An engine process as `server.engines.replicas.Replicas` sees it (EngineHandle), and its loop."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SimulatedEngine:
         self._on_admission = on_admission
         self._open: dict[int, tuple[Request, Sink]] = {}
         self._finished_on_arrival: list[Output] = []
-        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # steps and when they were scheduled
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # steps and the times when they were scheduled
         self._busy_until = 0.0
 
     @property
@@ -81,7 +81,7 @@ class SimulatedEngine:
     def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
         for request, sink in pairs:
             if self.is_dead:
-                continue  # what is sent to a process that is gone is lost
+                continue  # messages to a dead process are lost
             self._open[request.id] = (request, sink)
             output = self.scheduler.add(request, self._events.now)
             if output is not None:
@@ -96,11 +96,11 @@ class SimulatedEngine:
                 self.scheduler.abort(request_id)
 
     def die(self) -> None:
-        """Nothing that is in flight ends, and nothing more is delivered."""
+        """Lose the work in flight and deliver nothing more."""
         self.is_dead = True
 
     def notice_loss(self) -> None:
-        """The server has found out that the engine is gone."""
+        """Act on the loss: the server has noticed that the engine is gone."""
         self.responds = False
         self._open = {}
 

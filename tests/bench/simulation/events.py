@@ -1,4 +1,4 @@
-"""The virtual clock and what is to happen on it."""
+"""The virtual clock and its queue of events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Action = Callable[[], None]
 
 
 class EventQueue:
-    """Runs actions in order of their times; those of equal times in the order in which they were added."""
+    """Runs actions in order of time; those with equal times in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
@@ -26,7 +26,7 @@ class EventQueue:
         heapq.heappush(self._heap, (at, self._num_added, action))
 
     def run(self) -> None:
-        """Until nothing is left."""
+        """Run until the queue is empty."""
         while self._heap:
             self.now, _, action = heapq.heappop(self._heap)
             self.num_run += 1

@@ -1,4 +1,4 @@
-"""Many simulated engines behind the server's own router, replays and admission control, and the clients before them."""
+"""Many simulated engines behind the server's own router, replays and admission control, with simulated clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDS = range(300, 4000)
 
 @dataclass(frozen=True)
 class NodeLoss:
-    """A node goes away with its replicas, and comes back empty."""
+    """A node is lost with its replicas, and returns empty."""
 
     at: float  # seconds
     node: int
@@ -41,7 +41,7 @@ class FleetShape:
     engine: EngineShape
     replicas_per_node: int = 8
     max_queue: tuple[int, int] = (2048, 4_000_000)  # --max-queue
-    detection_seconds: float = 5.0  # until the server finds out that a node is gone
+    detection_seconds: float = 5.0  # delay until the server notices that a node is gone
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.replicas_per_node < 1:
@@ -54,18 +54,18 @@ class FleetShape:
         return -(-self.num_replicas // self.replicas_per_node)
 
     def list_replicas(self, node: int) -> range:
-        """Indexes of the replicas on a node."""
+        """Return the indexes of the replicas on a node."""
         start = node * self.replicas_per_node
         return range(start, min(start + self.replicas_per_node, self.num_replicas))
 
 
 class SimulatedStream:
-    """A client's request: from the time that it is sent to its end, which comes exactly once."""
+    """A client's request, from the time it is sent to its end, which happens exactly once."""
 
     __slots__ = ("admission", "began", "ended", "first_token", "last_token", "num_tokens", "number", "refused")
 
     def __init__(self, number: int, began: float) -> None:
-        self.number = number  # in the trace
+        self.number = number  # index in the trace
         self.began = began
         self.admission: AdmissionRequest | None = None
         self.first_token: float | None = None
@@ -76,20 +76,20 @@ class SimulatedStream:
 
 
 class FleetSimulator:
-    """One run of a trace. Deterministic: nothing depends on time, hashes of objects or unseeded chance."""
+    """One run of a trace. Deterministic: independent of wall-clock time, object hashes and unseeded randomness."""
 
     def __init__(
         self, shape: FleetShape, costs: StepCosts, trace: Sequence[TraceRequest], losses: Sequence[NodeLoss] = ()
     ) -> None:
-        """trace: in order of arrival. Raises ValueError for a request that no engine could compute, or for a node that
-        is not there or is lost while it is gone."""
+        """trace: in order of arrival. Raises ValueError for a request that no engine can compute, or for a node that
+        does not exist or is lost while it is gone."""
         check_lengths(trace, shape.engine.max_model_len)
         _check_losses(shape, losses)
         self.shape = shape
         self.events = EventQueue()
-        self.streams: list[SimulatedStream | None] = [None] * len(trace)  # by number in the trace, once sent
+        self.streams: list[SimulatedStream | None] = [None] * len(trace)  # by index in the trace, once sent
         self.placed: Counter[int] = Counter()  # requests by replica, first placement
-        self.replicas_of: dict[int, int] = {}  # number in the trace -> replica that had it first
+        self.replicas_of: dict[int, int] = {}  # index in the trace -> replica of its first placement
         self._costs = costs
         self._trace = trace
         self._losses = losses
@@ -101,9 +101,9 @@ class FleetSimulator:
         self.replicas = Replicas(self.engines, prefix_caching=shape.engine.prefix_caching)
         self.admission = AdmissionController(self.replicas, shape.max_queue, jitter=lambda: 0.0)
         self._dispatcher = LocalDispatcher(self.replicas, self.admission)
-        self._first_ids: set[int] = set()  # ids that open requests had when first submitted
-        self._turns: dict[int, deque[int]] = defaultdict(deque)  # conversation -> numbers of the turns not sent yet
-        self._history: dict[int, list[int]] = {}  # conversation -> prompt and reply of its newest ended turn
+        self._first_ids: set[int] = set()  # ids of open requests when first submitted
+        self._turns: dict[int, deque[int]] = defaultdict(deque)  # conversation -> indexes of the turns not sent yet
+        self._history: dict[int, list[int]] = {}  # conversation -> prompt and reply of its latest finished turn
         self._replays: list[Replay] = []
         self._recomputed_tokens = 0
         self._gaps = GapHistogram()
@@ -132,7 +132,7 @@ class FleetSimulator:
     # Clients
 
     def _schedule_turn(self, conversation: int) -> None:
-        """The conversation's next turn arrives at its time, or now if that is past."""
+        """Schedule the conversation's next turn at its time, or now if that is past."""
         turns = self._turns[conversation]
         if turns:
             number = turns.popleft()
@@ -227,7 +227,7 @@ class FleetSimulator:
         events.add(events.now + down_seconds, lambda: self._bring_back(indexes))
 
     def _notice(self, indexes: range) -> None:
-        """As `server.engines.supervisor.Supervisor` does: the loss of a host is no request's fault."""
+        """Do as `server.engines.supervisor.Supervisor` does: the loss of a host is no request's fault."""
         for index in indexes:
             self.engines[index].notice_loss()
         self.replicas.num_restarts += len(indexes)

@@ -1,4 +1,4 @@
-"""What a simulation, or a measured run, comes to."""
+"""Results of a simulation or a measured run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.workloads import percentile
 
 
 class GapHistogram:
-    """Times between tokens, in bins that are 1 % wide, so that millions of them take little memory."""
+    """A histogram of times between tokens, with bins that are 1 % wide, so that millions of them take little memory."""
 
     _PER_LOG = 100.0
 
@@ -23,7 +23,7 @@ class GapHistogram:
         self._counts[math.floor(math.log(max(seconds, 1e-6)) * self._PER_LOG)] += times
 
     def percentile(self, share: float) -> float:
-        """The middle of the bin below whose end `share` of the values lie; NaN of none."""
+        """Return the middle of the bin that contains the quantile `share`; NaN if the histogram is empty."""
         wanted = share * self._counts.total()
         seen = 0
         for place in sorted(self._counts):
@@ -34,7 +34,7 @@ class GapHistogram:
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """Seconds."""
+    """Latencies in seconds."""
 
     ttft_p50: float  # time to first token
     ttft_p99: float
@@ -56,12 +56,12 @@ class Latencies(msgspec.Struct, frozen=True):
 
 
 class LossCosts(msgspec.Struct, frozen=True):
-    """What lost nodes cost."""
+    """The cost of lost nodes."""
 
     lost_replicas: int = 0
-    delayed_requests: int = 0  # that went on elsewhere; each counts as often as it did
-    replayed_tokens: int = 0  # prompt and output tokens of those at the time
-    recomputed_tokens: int = 0  # those that the next engine had not cached
+    delayed_requests: int = 0  # requests that continued elsewhere; each counts every time
+    replayed_tokens: int = 0  # their prompt and output tokens at that time
+    recomputed_tokens: int = 0  # tokens that the next engine had not cached
     delay_p50: float = math.nan  # seconds from the loss to the next token
     delay_p99: float = math.nan
 
@@ -73,22 +73,22 @@ class FleetReport(msgspec.Struct, frozen=True):
     finished: int
     refused: int  # by admission control
     output_tokens: int  # refused requests have none
-    seconds: float  # virtual, from the first arrival to the last token
+    seconds: float  # virtual time, from the first arrival to the last token
     most_open: int  # requests at a time
     output_tokens_per_second: float
     latencies: Latencies
-    hit_rate: float  # share of prompt tokens that were in prefix caches
-    largest_share: float  # share of the placed requests that one replica got
+    hit_rate: float  # share of prompt tokens found in prefix caches
+    largest_share: float  # share of the placed requests that each replica got
     preemptions: int
     steps: int
     losses: LossCosts
-    wall_seconds: float  # that the simulation took
+    wall_seconds: float  # run time of the simulation
     events: int
     events_per_second: float
 
 
 def describe_report(report: FleetReport) -> str:
-    """For people."""
+    """Format the report for people."""
     one, losses = report.latencies, report.losses
     lines = [
         f"requests          {report.finished} finished, {report.refused} refused, of {report.requests}; "

@@ -1,4 +1,4 @@
-"""The study of docs/simulation.md: a fleet and a tenth of it, with even and bursty arrivals and with lost nodes."""
+"""The study in docs/simulation.md: a fleet and a tenth of it, with even and bursty arrivals and with lost nodes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MIX = Mix(
 
 @dataclass(frozen=True)
 class Scenario:
-    name: str  # as of a fleet of 1,000 replicas
-    share: float  # part of the fleet's replicas that it has
+    name: str  # as in a fleet of 1,000 replicas
+    share: float  # shares of the fleet's replicas
     is_bursty: bool
     lost_nodes: int = 0
 
@@ -42,7 +42,8 @@ SCENARIOS = (
 
 
 def simulate_scenario(scenario: Scenario, num_replicas: int, seed: int) -> FleetReport:
-    """num_replicas: of the whole fleet. Nodes of 8 replicas are lost after 2 s, one every half second, for 20 s."""
+    """Simulate one scenario. num_replicas: of the whole fleet. Nodes of 8 replicas are lost after 2 s, one every half
+    second, for 20 s."""
     size = max(1, round(num_replicas * scenario.share))
     rng = random.Random(seed)
     rate = RATE_PER_REPLICA * size / MIX.mean_turns
@@ -51,7 +52,7 @@ def simulate_scenario(scenario: Scenario, num_replicas: int, seed: int) -> Fleet
         times = bursty_times(rng, rate, factor=4.0, share=0.1, seconds=1.0)
     trace = generate_trace(rng, times, STREAMS_PER_REPLICA * size, MIX)
     losses = [NodeLoss(at=2.0 + 0.5 * node, node=node, down_seconds=20.0) for node in range(scenario.lost_nodes)]
-    # A queue that grows with the fleet, so that bursts wait instead of being refused.
+    # The queue grows with the fleet, so that bursts wait instead of being refused.
     shape = FleetShape(size, ENGINE, max_queue=(2048 * size, 4_000_000 * size))
     return FleetSimulator(shape, GPU_8B, trace, losses).run()
 
@@ -84,7 +85,7 @@ ROWS: dict[str, Callable[[FleetReport], str]] = {
 
 
 def format_study(reports: Mapping[str, FleetReport]) -> str:
-    """A table with a column for each scenario. reports: by its name."""
+    """Format a table with one column per scenario. reports: by scenario name."""
     lines = [f"| | {' | '.join(reports)} |", "|---" * (len(reports) + 1) + "|"]
     for heading, read in ROWS.items():
         lines.append(f"| {heading} | {' | '.join(map(read, reports.values()))} |")

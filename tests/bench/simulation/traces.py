@@ -43,7 +43,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """In order of arrival. Raises ValueError that names the line."""
+    """Read a trace in order of arrival. Raises ValueError that names the line."""
     decoder = msgspec.json.Decoder(TraceRequest)
     trace = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -64,7 +64,7 @@ def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal numbers of tokens, cut off at both ends."""
+    """Log-normal token counts, clipped at both ends."""
 
     median: float
     sigma: float  # standard deviation of the logarithm
@@ -77,18 +77,18 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Mix:
-    """What the requests of a generated trace look like."""
+    """The composition of a generated trace."""
 
     prompt: Lengths
     output: Lengths
-    num_prefixes: int = 0  # shared ones, such as system prompts; the k-th is as frequent as 1 / k
+    num_prefixes: int = 0  # shared prefixes, such as system prompts; the k-th has frequency 1 / k
     prefix_tokens: int = 0
-    mean_turns: float = 1.0  # turns per conversation are geometrically distributed
-    think_seconds: float = 0.0  # mean time between the arrivals of two turns
+    mean_turns: float = 1.0  # the number of turns per conversation has a geometric distribution
+    think_seconds: float = 0.0  # mean time between two turns
 
 
 def poisson_times(rng: random.Random, rate: float) -> Iterator[float]:
-    """Arrivals at `rate` per second."""
+    """Return arrivals at `rate` per second."""
     now = 0.0
     while True:
         now += rng.expovariate(rate)
@@ -98,8 +98,9 @@ def poisson_times(rng: random.Random, rate: float) -> Iterator[float]:
 def bursty_times(
     rng: random.Random, rate: float, factor: float = 8.0, share: float = 0.1, seconds: float = 5.0
 ) -> Iterator[float]:
-    """Arrivals at `rate` per second on average, in a Markov-modulated Poisson process: during bursts, which last
-    `seconds` on average and `share` of the time, they come `factor` times as fast. Needs factor * share < 1."""
+    """Return arrivals at `rate` per second on average, from a Markov-modulated Poisson process: during bursts, which
+    last `seconds` on average and take `share` of the time, the rate is `factor` times as high. Requires factor * share
+    < 1."""
     burst_rate = rate * factor
     quiet_rate = rate * (1 - factor * share) / (1 - share)
     now, in_burst = 0.0, False
@@ -116,7 +117,8 @@ def bursty_times(
 
 
 def generate_trace(rng: random.Random, times: Iterator[float], number: int, mix: Mix) -> list[TraceRequest]:
-    """`number` requests in order of arrival. times: of single requests, and of the first turns of conversations."""
+    """Return `number` requests in order of arrival. times: arrivals of single requests, and of conversations' first
+    turns."""
     weights = [1 / rank for rank in range(1, mix.num_prefixes + 1)]
     trace: list[TraceRequest] = []
     conversation = 0
@@ -145,16 +147,16 @@ def generate_trace(rng: random.Random, times: Iterator[float], number: int, mix:
 
 
 class PromptBuilder:
-    """Token ids of prompts. Texts of 4 ids or more are different from their first ids on."""
+    """Builds prompts as token ids. Texts of 4 ids or more differ from their first ids on."""
 
     def __init__(self, ids: range, seed: int = 0) -> None:
-        """ids: to choose from, at least 16."""
+        """ids: the ids to choose from, at least 16."""
         rng = random.Random(seed)
         self._ids = ids
         self._pool = [rng.choice(ids) for _ in range(2**16)]
 
     def own_text(self, number: int, length: int) -> list[int]:
-        """The own tokens of request `number` of the trace."""
+        """Return the individual tokens of request `number` of the trace."""
         return self._text(0, number, length)
 
     def prefix_text(self, number: int, length: int) -> list[int]:
@@ -171,14 +173,14 @@ class PromptBuilder:
         return text[:length]
 
     def build(self, number: int, one: TraceRequest, history: list[int]) -> list[int]:
-        """history: the conversation so far, prompts and replies."""
+        """Build a prompt. history: the conversation so far, prompts and replies."""
         own = one.prompt_ids or self.own_text(number, one.prompt_tokens)
         prefix = [] if one.prefix is None else self.prefix_text(one.prefix, one.prefix_tokens)
         return history + prefix + own
 
 
 def check_lengths(trace: Iterable[TraceRequest], max_model_len: int) -> None:
-    """Raises ValueError for a request that would not fit into `max_model_len` tokens with what comes before it."""
+    """Raises ValueError for a request that, with its history, would not fit into `max_model_len` tokens."""
     said: dict[int, int] = {}
     for number, one in enumerate(trace):
         before = 0 if one.conversation is None else said.get(one.conversation, 0)

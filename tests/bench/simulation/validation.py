@@ -1,4 +1,4 @@
-"""The simulation beside a real daemon, on the same traces."""
+"""Compare the simulation with a real daemon on the same traces."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TURNS = Mix(
 
 
 def make_traces(seed: int) -> dict[str, list[TraceRequest]]:
-    """Light enough for a small machine, except for the last, which measures throughput."""
+    """Make traces that are light enough for a small machine, except for the last, which measures throughput."""
 
     def build(number: int, mix: Mix, make_times: Callable[[random.Random], Iterator[float]]) -> list[TraceRequest]:
         rng = random.Random(seed)
@@ -67,7 +67,7 @@ def make_traces(seed: int) -> dict[str, list[TraceRequest]]:
 
 
 def _cut_conversations(trace: list[TraceRequest]) -> list[TraceRequest]:
-    """Without the turns for which the model's context is too short."""
+    """Drop the turns that do not fit into the model's context."""
     said: dict[int | None, int] = {}
     kept = []
     for one in trace:
@@ -80,7 +80,7 @@ def _cut_conversations(trace: list[TraceRequest]) -> list[TraceRequest]:
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """A trace, measured and simulated with the costs that were measured just before."""
+    """A trace, measured, and simulated with the costs measured just before."""
 
     trace: str
     costs: StepCosts
@@ -93,7 +93,7 @@ def simulate_trace(trace: list[TraceRequest], costs: StepCosts) -> FleetReport:
 
 
 def compare(url: str, rounds: int) -> Iterator[Comparison]:
-    """Every trace `rounds` times, in turns. Calibrates before and after each: the speed of a shared machine changes."""
+    """Run every trace `rounds` times, in turns. Calibrates before and after each: a shared machine's speed changes."""
     model = model_name(url)
     for number in range(rounds):
         for place, (name, trace) in enumerate(make_traces(number).items()):
@@ -124,7 +124,7 @@ QUANTITIES: dict[str, tuple[float, Callable[[float, Latencies], float]]] = {
 
 
 def format_comparisons(found: list[Comparison]) -> str:
-    """A table: medians of the rounds, and of the ratios of simulated to measured with their range."""
+    """Format a table: medians of the rounds, and of the ratios of simulated to measured values with their range."""
     lines = ["| trace | quantity | measured | simulated | ratio (least to most) |", "|---|---|---|---|---|"]
     for name in dict.fromkeys(one.trace for one in found):
         rounds = [one for one in found if one.trace == name]
