@@ -73,7 +73,7 @@ class ApiClient:
         """The first model that the server names. Raises ApiError."""
         models = self.get_json("/v1/models").get("data") or []
         if not models:
-            raise ApiError(f"{self.url} names no model; give one with --model")
+            raise ApiError(f"{self.url} lists no model; give one with --model")
         return str(models[0]["id"])
 
     def _open(self, path: str, body: Mapping[str, object] | None = None) -> Any:
@@ -111,7 +111,7 @@ def _translate_losses(url: str) -> Iterator[None]:
     try:
         yield
     except (OSError, http.client.HTTPException) as error:
-        raise ApiError(f"{url} broke off its answer: {error}") from None
+        raise ApiError(f"{url} closed the connection in the middle of a response: {error}") from None
 
 
 def _parse_json(text: str, url: str) -> Any:

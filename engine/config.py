@@ -343,9 +343,9 @@ def _offload_dir(options: EngineOptions, executor_backend: str) -> str | None:
 
 def _kv_cache_dtype(asked: str, device: str) -> str:
     if asked == "int8" and device != "cpu":
-        raise OptionError("--kv-cache-dtype: int8 is served on a CPU only; take fp8 or auto, or --device cpu")
+        raise OptionError("--kv-cache-dtype: int8 is served on a CPU only; use fp8 or auto, or --device cpu")
     if asked == "fp8" and device == "cpu":
-        raise OptionError("--kv-cache-dtype: fp8 is served on GPUs only; take int8 or auto, or --device cuda")
+        raise OptionError("--kv-cache-dtype: fp8 is served on GPUs only; use int8 or auto, or --device cuda")
     return asked
 
 
@@ -375,7 +375,7 @@ def _all_reduce(options: EngineOptions, device: str, dtype: str) -> str:
                 "rules out; omit one of them"
             )
         if dtype == "float16":
-            raise OptionError("--all-reduce: symmetric adds no float16; use --dtype bfloat16, or take nccl")
+            raise OptionError("--all-reduce: symmetric does not support float16; use --dtype bfloat16, or nccl")
     if options.all_reduce == "auto" and (device != "cuda" or options.batch_invariant or dtype == "float16"):
         return "nccl"
     return options.all_reduce

@@ -84,7 +84,8 @@ def _find_fixed_rows(layer: Layer, kind: LayerKind, batch_size: int | None) -> i
         if not differing_sizes(FixedRows(layer, rows), kind, max(batch_size, 2 * rows)):
             break
     logger.warning(
-        "Products of %s give a row other bits among %d rows than among %d, so they are computed %s, which is slower",
+        "Linear layers of %s give a row different bits in batches of %d and %d rows, so they are computed %s, "
+        "which is slower",
         kind,
         batch_size,
         differing[0],

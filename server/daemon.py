@@ -72,7 +72,7 @@ async def serve(options: Options) -> int:
     url = format_listening_url(listener, "https" if options.ssl_certfile else "http")
     logger.info("Listening on %s; loading %s", url, options.model)
     if not options.api_key and not is_loopback(listener):
-        logger.warning("Everyone who reaches %s may use the server: set --api-key, or --host 127.0.0.1", url)
+        logger.warning("Anyone who can reach %s can use the server: set --api-key, or --host 127.0.0.1", url)
     front_ends = FrontEndGroup(options, listener) if options.has_front_ends else None
     startup_app = StartupApp(options.page)
     http_server = HttpServer(startup_app, options.limits, options.ssl_keyfile, options.ssl_certfile)

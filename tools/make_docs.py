@@ -67,7 +67,7 @@ def _default(option: dataclasses.Field[object]) -> str:
 
 def limits_table() -> str:
     """One row per limit."""
-    rows = ["| Limit | Default | Most |", "|---|---|---|"]
+    rows = ["| Limit | Default | What it limits |", "|---|---|---|"]
     for limit in dataclasses.fields(Limits):
         default = limit.default if isinstance(limit.default, str) else f"{limit.default:,}"
         rows.append(f"| `{limit.name.replace('_', '-')}` | {default} | {limit.metadata['help']} |")

@@ -38,7 +38,7 @@ def create_latency_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=positive_int, default=8, metavar="N", help="requests in a batch (default: 8)"
     )
-    parser.add_argument("--num-iters-warmup", type=int, default=10, metavar="N", help="batches before (default: 10)")
+    parser.add_argument("--num-iters-warmup", type=int, default=10, metavar="N", help="warm-up batches (default: 10)")
     parser.add_argument(
         "--num-iters", type=positive_int, default=30, metavar="N", help="measured batches (default: 30)"
     )

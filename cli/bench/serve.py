@@ -76,17 +76,17 @@ def create_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--base-url", metavar="URL", help="the same as URL")
-    add("--host", help="of a running server, instead of a URL; 127.0.0.1 if only --port is given")
-    add("--port", type=positive_int, help="of a running server; 8000 if only --host is given")
-    add("--model", metavar="NAME", help="name of the model at a URL; the first one if not given")
-    add("--api-key", metavar="KEY", help="key of the server; SERVE_LLM_API_KEY if not given")
+    add("--host", help="host of a running server, instead of a URL (default: 127.0.0.1 if --port is given)")
+    add("--port", type=positive_int, help="port of a running server (default: 8000 if --host is given)")
+    add("--model", metavar="NAME", help="name of the model at a URL (default: the first one)")
+    add("--api-key", metavar="KEY", help="key of the server (default: SERVE_LLM_API_KEY)")
     add("--backend", choices=sorted(PATHS), default="openai", help="openai, vllm: completions; openai-chat: chat")
     add("--endpoint", metavar="PATH", help="path of the route, if it is not the backend's")
     add_dataset_name(parser)
     add(
         "--workload",
         choices=sorted(WORKLOADS),
-        help="lengths, requests and concurrency of docs/performance.md; options beside it change them",
+        help="lengths, requests and concurrency of docs/performance.md; other options override them",
     )
     add("--num-prompts", type=positive_int, default=1000, metavar="N", help="requests in all")
     add(
@@ -94,24 +94,24 @@ def create_parser() -> argparse.ArgumentParser:
         type=positive_float,
         default=math.inf,
         metavar="RATE",
-        help="requests per second; inf: at once",
+        help="requests per second; inf: all at once",
     )
     add("--burstiness", type=positive_float, default=1.0, help="1: Poisson arrivals; less: in bursts; more: evenly")
-    add("--max-concurrency", type=positive_int, metavar="N", help="requests that are open at a time")
+    add("--max-concurrency", type=positive_int, metavar="N", help="maximum number of open requests")
     add("--num-warmups", type=int, default=0, metavar="N", help="requests before the measurement")
-    add("--random-input-len", type=positive_int, default=1024, metavar="TOKENS", help="of a prompt")
-    add("--random-output-len", type=positive_int, default=128, metavar="TOKENS", help="of an answer")
-    add("--random-range-ratio", type=float, default=0.0, metavar="SHARE", help="by which both lengths vary")
-    add("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="shared by all prompts, before their own")
-    add("--sharegpt-output-len", type=positive_int, metavar="TOKENS", help="of an answer, instead of the file's")
+    add("--random-input-len", type=positive_int, default=1024, metavar="TOKENS", help="tokens of a prompt")
+    add("--random-output-len", type=positive_int, default=128, metavar="TOKENS", help="tokens of an answer")
+    add("--random-range-ratio", type=float, default=0.0, metavar="SHARE", help="how much both lengths vary")
+    add("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="tokens shared at the start of all prompts")
+    add("--sharegpt-output-len", type=positive_int, metavar="TOKENS", help="tokens of an answer, instead of the file's")
     add_prefix_repetition(parser)
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="answers have their full length; not given: for all datasets but sharegpt",
+        help="generate answers of full length (default: for all datasets but sharegpt)",
     )
     add("--temperature", type=float, default=0.0, help="field of the requests")
-    add("--seed", type=int, default=0, help="of prompts and arrivals")
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals")
     add("--percentile-metrics", default=",".join(TITLES), metavar="NAMES", help="rows of the table")
     add("--metric-percentiles", default="99", metavar="NUMBERS", help="percentiles, with commas")
     add(
@@ -119,11 +119,11 @@ def create_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="objectives such as ttft:200 tpot:50 e2el:3000; requests per second that meet all are counted",
+        help="objectives such as ttft:200 tpot:50 e2el:3000; count the requests per second that meet all of them",
     )
     add("--save-result", action="store_true", help="write the figures as JSON")
-    add("--result-dir", default=".", metavar="DIR", help="of that file")
-    add("--result-filename", metavar="FILE", help="its name; made of rate, model and time if not given")
+    add("--result-dir", default=".", metavar="DIR", help="directory of that file")
+    add("--result-filename", metavar="FILE", help="name of that file (default: from rate, model and time)")
     add("--plot", metavar="FILE", help="draw times, open requests and tokens per second as SVG")
     add("--disable-tqdm", action="store_true", help="no progress bar")
     return parser
@@ -142,10 +142,10 @@ def add_dataset_name(parser: argparse.ArgumentParser) -> None:
 
 def add_prefix_repetition(parser: argparse.ArgumentParser) -> None:
     for name, default, metavar, text in (
-        ("prefix-len", 256, "TOKENS", "of a prefix"),
-        ("suffix-len", 256, "TOKENS", "of a prompt's own part"),
-        ("num-prefixes", 10, "N", "different prefixes"),
-        ("output-len", 128, "TOKENS", "of an answer"),
+        ("prefix-len", 256, "TOKENS", "tokens of a prefix"),
+        ("suffix-len", 256, "TOKENS", "tokens of a prompt after its prefix"),
+        ("num-prefixes", 10, "N", "number of different prefixes"),
+        ("output-len", 128, "TOKENS", "tokens of an answer"),
     ):
         parser.add_argument(
             f"--prefix-repetition-{name}", type=positive_int, default=default, metavar=metavar, help=text

@@ -44,15 +44,19 @@ def create_parser() -> argparse.ArgumentParser:
         "--quick",
         dest="prompt",
         metavar="TEXT",
-        help="one message, to which stdin is added; then end",
+        help="send one message, with stdin appended, and end",
     )
-    parser.add_argument("--lines", action="store_true", help="without a terminal: each line of stdin is typed")
+    parser.add_argument("--lines", action="store_true", help="without a terminal: treat each line of stdin as typed")
     parser.add_argument("--system", "--system-prompt", dest="system", default="", metavar="TEXT", help="system message")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="field of requests; may be repeated"
     )
     parser.add_argument(
-        "--model", "--model-name", dest="model", metavar="NAME", help="of the model at a URL (default: the first)"
+        "--model",
+        "--model-name",
+        dest="model",
+        metavar="NAME",
+        help="name of the model at a URL (default: the first one)",
     )
     parser.add_argument("--api-key", metavar="KEY", help="key of the server (default: SERVE_LLM_API_KEY)")
     return parser

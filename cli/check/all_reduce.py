@@ -115,7 +115,9 @@ class GpuRankProcess:
         try:
             output, _ = self._process.communicate(timeout=NCCL_SECONDS)
         except subprocess.TimeoutExpired:
-            return AllReduceResult(backend="nccl", error=f"GPU {self._device}: no end within {NCCL_SECONDS:g} s")
+            return AllReduceResult(
+                backend="nccl", error=f"GPU {self._device}: did not finish within {NCCL_SECONDS:g} s"
+            )
         if not output:
             return AllReduceResult(backend="nccl", error=f"GPU {self._device}: its process ended early")
         return msgspec.json.decode(output, type=AllReduceResult)

@@ -72,7 +72,7 @@ class AllReduceProcess:
             return [AllReduceResult(backend="gloo", error="its process ended early")]
         line = self._read_line(seconds)
         if not line:
-            return [AllReduceResult(backend="gloo", error=f"no end within {seconds:g} s")]
+            return [AllReduceResult(backend="gloo", error=f"did not finish within {seconds:g} s")]
         return msgspec.json.decode(line, type=list[AllReduceResult])
 
     def _read_line(self, seconds: float) -> str:

@@ -155,8 +155,8 @@ def _find_pair_problems(results: Results, there: Reach, back: Reach) -> list[str
             ]
         if reach.failure:  # the system has no route
             return [
-                f"{pair}: no way to {target.address} ({target.interface}): {reach.failure}; is it in another network? "
-                f"Give node {reach.target} an address that all reach: --host-ip (SERVE_LLM_HOST_IP)"
+                f"{pair}: no route to {target.address} ({target.interface}): {reach.failure}; is it in another network?"
+                f" Give node {reach.target} an address that all reach: --host-ip (SERVE_LLM_HOST_IP)"
             ]
         if reach.large_lost and not other.failure:
             return [_explain_lost_packets(results, reach)]

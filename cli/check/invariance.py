@@ -29,7 +29,7 @@ def check_invariance(directory: Path) -> InvarianceReport:
     try:
         run = subprocess.run(command, capture_output=True, text=True, env=quiet, timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
-        return InvarianceReport(error=f"no end within {LIMIT_SECONDS:g} s")
+        return InvarianceReport(error=f"did not finish within {LIMIT_SECONDS:g} s")
     if run.returncode:
         lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
         return InvarianceReport(error=lines[-1])

@@ -129,7 +129,7 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
             )
             tokens = cache_tokens(in_memory, config.max_model_len, config.max_num_batched_tokens)
             size = size_text(config.kv_offload_memory)
-            lines.append(f"Host memory for blocks that lose their place: {tokens:,} tokens, {size} for each rank")
+            lines.append(f"Host memory for evicted blocks: {tokens:,} tokens, {size} for each rank")
         lines.append(f"Fits: {format_sizes(chosen.layout)}")
     if plan.suggested is None:
         lines.append(f"Suggested: nothing; {plan.reason}")

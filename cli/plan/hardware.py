@@ -123,10 +123,10 @@ def resolve_hardware(options: HardwareOptions, device: str, config: Config) -> H
     model = GPU_MODELS.get(options.gpu or "")
     if model is not None and not model.has_fp8 and config.quantization == "fp8" and config.rounds_to_fp8:
         what = f"--quantization: a {options.gpu} does not multiply 8-bit floats"
-        raise OptionError(f"{what} (needed: compute capability 8.9 or more); take int8, or omit the option")
+        raise OptionError(f"{what} (needed: compute capability 8.9 or more); use int8, or omit the option")
     if model is not None and not model.takes_fp8_cache and config.kv_cache_dtype == "fp8":
         what = f"--kv-cache-dtype: fp8 is not served on a {options.gpu}"
-        raise OptionError(f"{what} (needed: compute capability 8.9 or 9.0); take auto, or omit the option")
+        raise OptionError(f"{what} (needed: compute capability 8.9 or 9.0); use auto, or omit the option")
     memory = options.memory or (model.memory_bytes if model else kv_cache.free_memory())
     if device == "cpu":
         return Hardware(gpu="", memory=memory, ranks_per_node=1, nodes=options.nodes, has_nvlink=False)

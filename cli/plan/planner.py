@@ -264,7 +264,7 @@ class _Planner:
                 plan = self.plan_layout(layout)
                 if plan.fits:
                     return plan, plan, reason
-        return None, self.plan_layout(last), "no way to spread it over these machines fits"
+        return None, self.plan_layout(last), "no layout fits these machines"
 
 
 def make_plan(

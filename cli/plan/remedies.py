@@ -50,7 +50,7 @@ def find_remedies(
     for change in _list_formats(plan, hardware):
         flags = {f"--{name.replace('_', '-')} {value}" for name, value in change.items()}
         if not any(smaller <= flags for smaller in tried):
-            remedy = search.try_change(f"take {' '.join(sorted(flags))}{_state_condition(change, hardware)}", change)
+            remedy = search.try_change(f"use {' '.join(sorted(flags))}{_state_condition(change, hardware)}", change)
             found.append(remedy)
             tried += [flags] if remedy is not None else []
     return [remedy for remedy in found if remedy is not None]
@@ -69,11 +69,11 @@ def describe_shortage(plan: MemoryPlan, remedies: list[Remedy]) -> str:
         fewer = "" if count == 1 else " or fewer engines (--data-parallel-size)"
         return (
             f"it does not fit: {what} {needed} GPUs, but there are {needed - chosen.missing_devices}; "
-            f"{advice or f'take more machines{fewer}'}"
+            f"{advice or f'use more machines{fewer}'}"
         )
     device = "machine" if config.device == "cpu" else "GPU"
     missing = f"with {format_sizes(chosen.layout)} a {device} is short of {size_text(chosen.missing_bytes)}"
-    return f"it does not fit: {missing}; {advice or 'take devices with more memory'} (counted: {chosen.missing_for})"
+    return f"it does not fit: {missing}; {advice or 'use devices with more memory'} (counted: {chosen.missing_for})"
 
 
 def format_sizes(layout: ParallelLayout) -> str:

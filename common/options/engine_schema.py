@@ -124,7 +124,7 @@ class EngineOptions:
     attention_backend: str = choice_option(
         "auto",
         "auto|triton|flash",
-        "what computes attention on a GPU: triton, the kernels of this project, or flash, FlashAttention-3 (H100 and "
+        "attention kernels on a GPU: triton, those of this project, or flash, FlashAttention-3 (H100 and "
         "H200, with the extra serve-llm[cuda]); auto takes flash where it can be used",
         synonyms={
             "triton_attn": "triton",
@@ -280,14 +280,14 @@ class EngineOptions:
     data_parallel_min: int | None = option(
         None,
         int_between(1, 1024),
-        "fewest engines that `serve-llm scale` may leave (default: 1 with --data-parallel-max)",
+        "minimum number of engines that `serve-llm scale` may leave (default: 1 with --data-parallel-max)",
         metavar="ENGINES",
     )
     data_parallel_max: int | None = option(
         None,
         int_between(1, 1024),
-        "most engines that `serve-llm scale` may start while requests are served; each gets a share of the machine for "
-        "that many (default: --data-parallel-size)",
+        "maximum number of engines that `serve-llm scale` may start while requests are served; each gets a share "
+        "of the machine for that many (default: --data-parallel-size)",
         metavar="ENGINES",
     )
     nnodes: int = option(

@@ -12,8 +12,8 @@ _TEXT_ONLY = "omit it; images and audio are not read, only the text part of such
 _TOGETHER = "prefill and decode run in the same engine; omit it"
 _EXPERTS = "--enable-expert-parallel needs nothing else; omit it"
 _METRICS = "omit it; docs/metrics.md lists all metrics"
-_BUILT_IN = "omit it; the program does without this setting"
-_CHUNKS = "--max-num-batched-tokens is the most prompt and output tokens in one step"
+_BUILT_IN = "omit it; the server does not need this setting"
+_CHUNKS = "--max-num-batched-tokens is the maximum number of prompt and output tokens in one step"
 
 SGLANG: tuple[PeerFlag, ...] = (
     same("--model-path", "MODEL", "the model is given first, without a flag"),

@@ -179,7 +179,9 @@ class WorkerGroup:
     def build_loss_error(self, ranks: Iterable[int]) -> RankFailed:
         """Build the error of a step that could not be sent to these ranks."""
         names = "; ".join(map(self._describe, ranks))
-        return RankFailed(f"{names}: the connection for steps is lost, by the network or a stop of more than seconds")
+        return RankFailed(
+            f"{names}: the connection for steps is lost: the network failed, or a process stood still for seconds"
+        )
 
     def close(self, cause: BaseException | None = None) -> None:
         """Stop all ranks. cause: the reason, unless a rank has failed or the shutdown is orderly. Idempotent."""

@@ -63,7 +63,9 @@ def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftMo
     if spec.is_encoder or not served.generates:
         raise ModelError(f"{spec.architecture} generates no text")
     if spec.has_states:
-        raise ModelError(f"{spec.architecture} has linear attention, which guesses no drafts; take another model")
+        raise ModelError(
+            f"{spec.architecture} has linear attention, which a draft model must not have; use another model"
+        )
     config = _resolve_config(options, served, directory, raw, spec)
     # Beyond the threshold of longrope all keys would have to be computed again.
     longest = min(served.max_model_len, spec.max_position, spec.long_rope_threshold or spec.max_position)
@@ -173,6 +175,6 @@ def check_tokenizers(options: EngineOptions, served_directory: Path, draft_direc
         token_id, token = min(differing)
         raise ModelError(
             f"--speculative-config: the draft model {speculation.model} has another tokenizer: {len(differing):,} ids "
-            f"are other tokens; {token_id} is {tokens[token_id]!r} in the model and {token!r} in the draft model; take "
-            "one of the same family"
+            f"are different tokens; {token_id} is {tokens[token_id]!r} in the model and {token!r} in the draft model; "
+            "use one of the same family"
         )

@@ -75,7 +75,7 @@ class _Probe:
         if call.module in self.attention_shapes:
             raise _ProbeRejection("one of its layers computes attention several times per token")
         if unknown := sorted(name for name, value in call.others.items() if name not in HARMLESS and _is_set(value)):
-            raise _ProbeRejection(f"its attention asks for {', '.join(unknown)}, which our kernels do not know")
+            raise _ProbeRejection(f"its attention asks for {', '.join(unknown)}, which our kernels do not support")
         if heads % kv_heads or call.value.shape[0] != kv_heads or call.value.shape[-1] > head_dim:
             shapes = ", ".join(str(list(part.shape)) for part in (call.query, call.key, call.value))
             raise _ProbeRejection(f"its queries, keys and values have shapes that our KV cache cannot hold: {shapes}")

@@ -111,7 +111,7 @@ def _find_token_ids(options: EngineOptions, directory: Path) -> tuple[int, ...]:
 def _check_conflicts(options: EngineOptions, spec: ModelSpec) -> None:
     if options.runner == "generate" and not spec.lm_head:
         raise OptionError(
-            f"--runner: {spec.architecture} has no LM head, so it cannot generate; take pooling, or omit it"
+            f"--runner: {spec.architecture} has no LM head, so it cannot generate; use pooling, or omit it"
         )
     if options.convert == "none" and (options.runner == "pooling" or not spec.lm_head):
         raise OptionError("--convert: with none, a model that does not generate has nothing to serve; omit it")

@@ -201,7 +201,7 @@ def build_symmetric_group(
     """
     if len(set(hosts)) > 1:
         raise OptionError(
-            f"--all-reduce: symmetric needs each tensor-parallel group on one host, not on {len(set(hosts))}; take "
+            f"--all-reduce: symmetric needs each tensor-parallel group on one host, not on {len(set(hosts))}; use "
             "nccl, or --pipeline-parallel-size across hosts"
         )
     return SymmetricGroup(group, map_buffers(store, f"{name}, symmetric memory", group.rank, group.size, device))
@@ -218,6 +218,6 @@ def map_buffers(store: Store, name: str, rank: int, size: int, device: torch.dev
         memory = torchs._SymmetricMemory.rendezvous(buffer, name)
     except RuntimeError as error:
         raise OptionError(
-            f"--all-reduce: symmetric: the GPUs of this host cannot map each other's memory ({error}); take nccl"
+            f"--all-reduce: symmetric: the GPUs of this host cannot map each other's memory ({error}); use nccl"
         ) from error
     return TorchMemory(buffer, name, group, by_switch=memory.multicast_ptr != 0)

@@ -91,7 +91,7 @@ def gather_values(
         while missing := [other for other in missing if not store.check([f"{key}/{other}"])]:
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
-                raise EngineError(f"{key}: {who} {names} of 0 to {size - 1} not there after {seconds:g} s")
+                raise EngineError(f"{key}: {who} {names} of 0 to {size - 1} missing after {seconds:g} s")
             time.sleep(_POLL_SECONDS)
         return [store.get(f"{key}/{other}").decode() for other in range(size)]
     except dist.DistError as error:

@@ -21,7 +21,7 @@ def check(device: torch.device) -> None:
     if not is_supported(device):
         raise OptionError(
             "--quantization fp8: this GPU and this build of torch do not multiply 8-bit floats (needed: a GPU of "
-            "compute capability 8.9 or more, such as an L40, H100 or H200); take int8, or omit the option"
+            "compute capability 8.9 or more, such as an L40, H100 or H200); use int8, or omit the option"
         )
 
 

@@ -374,7 +374,7 @@ def refuse_unavailable_backend(asked: str) -> Iterator[None]:
     try:
         yield
     except UnavailableBackend as error:
-        raise OptionError(f"--attention-backend {asked}: {error}; take auto, or omit it") from error
+        raise OptionError(f"--attention-backend {asked}: {error}; use auto, or omit it") from error
 
 
 def _attention_form(attention: AttentionSpec | MLASpec) -> AttentionForm:

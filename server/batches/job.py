@@ -80,7 +80,7 @@ class BatchJob:
                 await self._process()
                 return
             except Exception:
-                logger.exception("%s goes on in %g s, after an error", self._id, delay)
+                logger.exception("%s continues in %g s, after an error", self._id, delay)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), delay)
             delay = min(2 * delay, LAST_RETRY_SECONDS)

@@ -170,7 +170,7 @@ class BatchStore:
                     f"SELECT id FROM batches WHERE owner = ? AND NOT {_OPEN} ORDER BY number", (owner,)
                 ).fetchone()
                 if ended is None:
-                    raise Unavailable(f"{count} batches wait for their end")
+                    raise Unavailable(f"{count} batches have not ended")
                 connection.execute("DELETE FROM batches WHERE id = ?", ended)
             connection.execute(
                 "INSERT INTO batches (id, owner, status, input_file_id, content) VALUES (?, ?, ?, ?, ?)",

@@ -136,5 +136,5 @@ def _bind_object(schema: Schema) -> Schema:
         return schema
     types = schema.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
-        raise GrammarError("it must be that of an object", keyword="type")
+        raise GrammarError("it must be the schema of an object", keyword="type")
     return {**schema, "type": "object"}

@@ -76,7 +76,7 @@ def resolve_object(schema: object, root: Schema) -> Schema:
     """An object's schema, without reference. Raises GrammarError."""
     found = resolve_alone(schema, root)
     if not isinstance(found, Mapping) or set(find_types(found, root)) - {"null"} != {"object"}:
-        raise GrammarError("it must be that of an object", keyword="type")
+        raise GrammarError("it must be the schema of an object", keyword="type")
     return found
 
 

@@ -18,5 +18,5 @@ async def keep_running(loop: Callable[[], Coroutine[Any, Any, None]], purpose: s
         try:
             await loop()
         except Exception:
-            logger.exception("An error stopped the server's loop that %s; it begins again", purpose)
+            logger.exception("An error stopped the server's loop that %s; it starts again", purpose)
         await asyncio.sleep(PAUSE_SECONDS)

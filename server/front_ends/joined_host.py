@@ -85,7 +85,7 @@ class FrontEndHostProgram:
         """Returns the exit code. Raises OptionError if the server refuses this host."""
         logger.info("Listening on %s for the server at %s", self.url, self.server)
         if not is_loopback(self.listener):
-            logger.info("Clients of other machines may connect; the server's --api-key decides who may use it")
+            logger.info("Clients on other machines can connect; the server's --api-key decides who may use it")
         try:
             while not self.signals.first.done():
                 welcome = await self._join()

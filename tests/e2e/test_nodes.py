@@ -159,7 +159,7 @@ def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_a
             os.kill(victim, signal.SIGKILL)
         assert lines[-2] == "data: [DONE]" and not any("error" in line for line in lines)
         assert complete(master.url) == continuations
-        assert any(re.search(r"Node 0 ends: rank 1 .*; waits for the next engine", line) for line in follower.log)
+        assert any(re.search(r"Node 0 ends: rank 1 .*; waiting for the next engine", line) for line in follower.log)
         (again,) = follower.rank_pids(follower.process.pid).values()
         assert again != victim
         master.signal(signal.SIGTERM)

@@ -79,7 +79,7 @@ ERRORS: list[tuple[list[str], int, str]] = [
     (
         ["demo", "--device", "cpu", "--memory", "31MiB"],
         4,
-        "a machine is short of .*take --quantization int8 with .*, or take --kv-cache-dtype int8 with "
+        "a machine is short of .*use --quantization int8 with .*, or use --kv-cache-dtype int8 with "
         r".*\(counted: weights, one step, and the KV cache of one request of 2,048 tokens\)",
     ),
     (["/does/not/exist"], 3, "no directory /does/not/exist"),
@@ -87,7 +87,7 @@ ERRORS: list[tuple[list[str], int, str]] = [
         ["demo", "--memory", "650MiB"],
         4,
         r"it does not fit: with --tensor-parallel-size 1 --pipeline-parallel-size 6 a GPU is short of [\d.]+ MiB; "
-        "take devices with more memory",
+        "use devices with more memory",
     ),
 ]
 

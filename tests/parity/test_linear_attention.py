@@ -169,7 +169,9 @@ def test_events_of_the_prefix_cache_are_refused_by_name(directory: Path) -> None
 def test_it_is_no_draft_model(directory: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     speculation = json.dumps({"method": "draft_model", "model": str(directory)})
-    with pytest.raises(ModelError, match="Qwen3NextForCausalLM has linear attention, which guesses no drafts"):
+    with pytest.raises(
+        ModelError, match="Qwen3NextForCausalLM has linear attention, which a draft model must not have"
+    ):
         make_engine(tmp_path, speculative_config=speculation)
 
 

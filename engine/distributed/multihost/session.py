@@ -97,7 +97,7 @@ class EngineSession:
                     deadline = time.monotonic() + REJOIN_SECONDS
                 if deadline is None or time.monotonic() > deadline or not self._is_replaced:
                     raise
-                logger.error("%s; waits for the next engine, at most %.0f s", error, REJOIN_SECONDS)
+                logger.error("%s; waiting for the next engine, at most %.0f s", error, REJOIN_SECONDS)
             self._ranks = None
             # An engine that is ending refuses a node that it still counts as connected.
             if self._ending.wait(BEAT_SECONDS):
@@ -132,7 +132,7 @@ class EngineSession:
             if isinstance(message, messages.EngineServing):
                 self._is_replaced = True
             if isinstance(message, messages.EndNode):
-                raise EngineGone(f"{self._name} ends: {message.cause or 'it is told to'}")
+                raise EngineGone(f"{self._name} ends: {message.cause or 'node 0 ended it'}")
             if time.monotonic() > deadline:
                 raise EngineError(f"after {patience:.0f} s node 0 {describe_silence(self._line)}")
 

@@ -199,7 +199,7 @@ def test_what_a_broken_server_answers() -> None:
             client.get_json("/text")
         with pytest.raises(ApiError, match=r"Not Found \(status 404 of /absent\)"):
             client.get_text("/absent")
-        with pytest.raises(ApiError, match="names no model"):
+        with pytest.raises(ApiError, match="lists no model"):
             client.find_model()
         assert api.keys[-1] == "Bearer key"
     with pytest.raises(ApiError, match="is a server running there"):

@@ -123,7 +123,7 @@ def test_an_int8_cache_is_for_cpus() -> None:
     assert decide(kv_cache_dtype="int8", quantization="int8").types == "bfloat16 with layers and KV cache in int8"
     assert decide("cuda", kv_cache_dtype="auto").types == "bfloat16"
     with pytest.raises(
-        OptionError, match=r"^--kv-cache-dtype: int8 is served on a CPU only; take fp8 or auto, or --device cpu"
+        OptionError, match=r"^--kv-cache-dtype: int8 is served on a CPU only; use fp8 or auto, or --device cpu"
     ):
         decide("cuda", kv_cache_dtype="int8")
 
@@ -135,7 +135,7 @@ def test_an_fp8_cache_is_for_gpus() -> None:
     assert decide("cuda", kv_cache_dtype="fp8", quantization="fp8").types == "bfloat16 with layers and KV cache in fp8"
     both = decide("cuda", kv_cache_dtype="fp8", quantization="int4")
     assert both.types == "bfloat16 with layers in int4 and KV cache in fp8"
-    with pytest.raises(OptionError, match=r"^--kv-cache-dtype: fp8 is served on GPUs only; take int8 or auto, or "):
+    with pytest.raises(OptionError, match=r"^--kv-cache-dtype: fp8 is served on GPUs only; use int8 or auto, or "):
         decide(kv_cache_dtype="fp8")
     with pytest.raises(ValueError, match=r"fp8 with 5 bits of exponent is not supported; fp8 is e4m3"):
         parse_kv_cache_dtype("fp8_e5m2")

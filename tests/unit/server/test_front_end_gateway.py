@@ -317,7 +317,7 @@ def test_a_loop_begins_again_after_an_error(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(background.keep_running(loop, "does something"))
     assert num_calls == 3 and caplog.text.count("OSError: the cause") == 2
-    assert "An error stopped the server's loop that does something; it begins again" in caplog.text
+    assert "An error stopped the server's loop that does something; it starts again" in caplog.text
 
 
 def test_options_of_the_command() -> None:

@@ -89,7 +89,7 @@ def test_no_connection_in_one_direction() -> None:
     assert closed.startswith("node 1 (host1) -> node 0 (host0): no connection to 10.0.0.1 port 4000 (timeout)")
     assert "the firewall of node 0 closes the port" in closed
     unknown = only_problem(broken({(0, 1): "Network is unreachable"}, {0: {1}, 1: set()}))
-    assert "no way to 10.0.0.2 (eth0): Network is unreachable" in unknown and "--host-ip" in unknown
+    assert "no route to 10.0.0.2 (eth0): Network is unreachable" in unknown and "--host-ip" in unknown
 
 
 @pytest.mark.parametrize(("passing", "words"), [(1400, "up to 1400 bytes pass"), (0, "none of the usual sizes passes")])

@@ -242,13 +242,13 @@ def test_formats_that_the_gpus_take_are_suggested() -> None:
     ampere = list_remedies(
         published.LLAMA_8B, {"gpu": "a10", "gpus_per_node": 1}, max_model_len="8k", kv_cache_memory="8GiB"
     )
-    assert "take --quantization int8" in ampere and "fp8" not in ampere
+    assert "use --quantization int8" in ampere and "fp8" not in ampere
     unknown = list_remedies(published.LLAMA_8B, {"memory": 15 * GIB, "gpus_per_node": 1}, max_model_len="8k")
-    assert "take --quantization fp8 (on GPUs of compute capability 8.9 or more)" in unknown
-    assert "take --quantization int8" in unknown
+    assert "use --quantization fp8 (on GPUs of compute capability 8.9 or more)" in unknown
+    assert "use --quantization int8" in unknown
     hopper = {"gpu": "h100", "gpus_per_node": 1}
     cache = list_remedies(published.LLAMA_8B, hopper, kv_cache_memory="12GiB")
-    assert "take --kv-cache-dtype fp8" in cache and "int8" not in cache
+    assert "use --kv-cache-dtype fp8" in cache and "int8" not in cache
 
 
 def test_an_explicit_size_of_1_counts() -> None:

@@ -81,7 +81,7 @@ def test_the_tokenizers_must_agree(tmp_path: Path) -> None:
     check_tokenizers(options, demo(), demo())
     check_tokenizers(options, demo(), tmp_path / "same")
     check_tokenizers(options, demo(), tmp_path / "longer")
-    with pytest.raises(ModelError, match=r"some/draft has another tokenizer: 2 ids are other tokens; 30\d is '"):
+    with pytest.raises(ModelError, match=r"some/draft has another tokenizer: 2 ids are different tokens; 30\d is '"):
         check_tokenizers(options, demo(), tmp_path / "other")
     (tmp_path / "none").mkdir()
     with pytest.raises(ModelError, match="has no tokenizer"):

@@ -136,7 +136,7 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
             c10d.HashStore(), "group of stage 0", MemoryGroup(Meeting(2), 0), ["a", "b"], CPU
         )
     # A CPU has no such memory, and torch says so.
-    with pytest.raises(OptionError, match=r"--all-reduce: symmetric: .* cannot map each other's memory .*; take nccl"):
+    with pytest.raises(OptionError, match=r"--all-reduce: symmetric: .* cannot map each other's memory .*; use nccl"):
         symmetric.build_symmetric_group(
             c10d.HashStore(), "group of stage 9", MemoryGroup(Meeting(2), 0), ["a", "a"], CPU
         )

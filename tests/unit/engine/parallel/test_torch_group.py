@@ -151,7 +151,7 @@ def test_nccl_connects_before_the_first_operation_is_wanted(monkeypatch: pytest.
 def test_who_has_not_arrived() -> None:
     store = torch_group.create_store("127.0.0.1")
     store.set("start/2", "here")
-    with pytest.raises(EngineError, match=r"^start: node 0, 3 of 0 to 3 not there after 0.05 s$"):
+    with pytest.raises(EngineError, match=r"^start: node 0, 3 of 0 to 3 missing after 0.05 s$"):
         torch_group.gather_values(store, "start", 1, 4, seconds=0.05, who="node")
 
 

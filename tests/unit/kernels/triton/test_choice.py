@@ -99,7 +99,7 @@ def test_backends_are_told_what_a_model_needs(
 
     monkeypatch.setattr(registry, "ATTENTION_BACKENDS", (AttentionBackend("Flash", "flash", offer),))
     spec, _ = read_model(config_of(family))
-    with pytest.raises(OptionError, match=r"^--attention-backend flash: Flash: it was told; take auto, or omit it$"):
+    with pytest.raises(OptionError, match=r"^--attention-backend flash: Flash: it was told; use auto, or omit it$"):
         load.choose_kernels(spec, torch.bfloat16, GPU, attention_backend="flash")
 
 
