@@ -70,7 +70,7 @@ class ApiClient:
         raise ApiError(f"{self.url} ended its answer too early")
 
     def find_model(self) -> str:
-        """The first model that the server names. Raises ApiError."""
+        """Return the first model that the server lists. Raises ApiError."""
         models = self.get_json("/v1/models").get("data") or []
         if not models:
             raise ApiError(f"{self.url} lists no model; give one with --model")
@@ -131,7 +131,7 @@ def _describe_status(status: int, text: str, path: str) -> str:
 
 
 def _describe(error: object) -> str:
-    """The message of an error in the form of OpenAI, vLLM or llama.cpp."""
+    """Return the message of an error in OpenAI's, vLLM's or llama.cpp's format."""
     if isinstance(error, Mapping):
         return str(error.get("message") or error.get("detail") or error)
     return str(error)

@@ -8,13 +8,13 @@ import msgspec
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_PICKLE = "adapter_model.bin"  # what older versions of PEFT write; read by `serve-llm convert` only
+ADAPTER_PICKLE = "adapter_model.bin"  # written by older versions of PEFT; only `serve-llm convert` reads it
 
 Stamp = tuple[tuple[int, ...], ...]
 
 
 class AdapterFiles(msgspec.Struct, frozen=True, array_like=True):
-    """Their contents."""
+    """The contents of the two files."""
 
     config: bytes
     weights: bytes

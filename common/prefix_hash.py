@@ -1,8 +1,8 @@
 """Hashes of prefixes: one chained hash per full block, so that equal hashes mean equal tokens from the beginning.
 
-The chain starts from the salt (`cache_salt`), so that requests with different salts never share blocks, and from what
-changes the keys of the same tokens: whether the long RoPE factors apply, and the contents of a LoRA adapter. SHA-256,
-because a client that could make two prefixes collide could read another client's cache.
+The chain starts from the salt (`cache_salt`), so that requests with different salts never share blocks, and from
+everything else that changes the keys of the same tokens: whether the long RoPE factors apply, and the contents of a
+LoRA adapter. Uses SHA-256, because a client that could make two prefixes collide could read another client's cache.
 """
 
 from __future__ import annotations

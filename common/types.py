@@ -153,7 +153,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     queued_seconds: float | None = None  # set once, with the first output: from arrival to first scheduling
     logprobs: list[TokenLogprobs] | None = None  # one per entry of token_ids
     prompt_logprobs: list[TokenLogprobs] | None = None  # set once: one per prompt token except the first
-    vector: bytes | None = None  # the result of a pooling request, one vector or all: float32, little-endian
+    vector: bytes | None = None  # the result of a pooling request, one vector or several: float32, little-endian
     error: str | None = None
     num_preemptions: int = 0  # since the previous output
     is_contradiction: bool = False  # `error` says that the request's own restrictions contradict each other
@@ -162,7 +162,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 class OffloadStats(msgspec.Struct, array_like=True):
     """KV cache blocks outside the device, in host memory or on disk. Gauges are current; counters are totals."""
 
-    num_blocks: int = 0  # there now
+    num_blocks: int = 0  # blocks currently stored there
     num_bytes: int = 0
     num_hits: int = 0  # blocks read back
     hit_bytes: int = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-LEAST_DRIVERS = {12: 525, 13: 580}  # major version of CUDA -> of the driver that runs all its minor versions
+LEAST_DRIVERS = {12: 525, 13: 580}  # major version of CUDA -> lowest driver version that runs all its minor versions
 
 
 class GpuSoftware(NamedTuple):

@@ -17,8 +17,8 @@ from serve_llm.common.errors import OptionError
 from serve_llm.common.options.kv_events import KVEventsConfig
 from serve_llm.engine.scheduler.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-POLL_SECONDS = 0.05  # between two checks for replay requests, while there is nothing to send
-END = (-1).to_bytes(8, "big", signed=True)  # instead of the number, after the last batch of a replay
+POLL_SECONDS = 0.05  # interval between checks for replay requests while there is nothing to send
+END = (-1).to_bytes(8, "big", signed=True)  # sent instead of a number after the last batch of a replay
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class _Numbered(NamedTuple):
 
 
 class KVEventPublisher:
-    """A thread that owns the sockets. Batches are numbered from 0; one whose number is missing was lost."""
+    """A thread that owns the sockets. Batches are numbered from 0; a gap means that a batch was lost."""
 
     def __init__(self, config: KVEventsConfig, engine: int) -> None:
         """engine: index of the data-parallel engine. Raises OptionError if an address cannot be used."""
@@ -62,7 +62,7 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        """Send the events of a step, if there are any. Never waits: a batch that finds the queue full is lost."""
+        """Send the events of a step, if any. Never waits: if the queue is full, the batch is lost."""
         if not events:
             return
         batch = KVEventBatch(time.time(), events, self._engine)
@@ -75,7 +75,7 @@ class KVEventPublisher:
         self._num_batches += 1
 
     def close(self) -> None:
-        """Send what waits, and end the thread."""
+        """Send the queued batches and end the thread."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         self._thread.join(timeout=2.0)
@@ -98,7 +98,8 @@ class KVEventPublisher:
         self._kept.append((number, payload))
 
     def _replay(self, replies: zmq.Socket[bytes]) -> None:
-        """Answer a request: its last frame is the first number wanted. Batches that are no longer kept are missing."""
+        """Answer a replay request: its last frame is the first number wanted. Batches that are no longer kept are left
+        out."""
         *envelope, wanted = replies.recv_multipart()
         if len(envelope) != 2 or len(wanted) != 8:
             logger.warning("--kv-events-config: a request to replay events is not one number of 8 bytes")

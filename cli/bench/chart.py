@@ -27,7 +27,7 @@ text { fill: currentColor; }
 
 @dataclass(frozen=True)
 class Chart:
-    """A line from point to point, both axes from 0."""
+    """A line through points; both axes start at 0."""
 
     title: str
     x_title: str
@@ -72,7 +72,7 @@ def write_charts(path: Path, title: str, charts: Sequence[Chart]) -> None:
 
 
 def draw_charts(title: str, charts: Sequence[Chart]) -> bytes:
-    """An SVG document."""
+    """Return an SVG document."""
     rows = math.ceil(len(charts) / PER_ROW)
     width = PER_ROW * WIDTH
     height = TITLE_HEIGHT + rows * HEIGHT
@@ -120,7 +120,7 @@ def _write(parent: Element, x: float, y: float, text: str, anchor: str) -> Eleme
 
 
 def find_ticks(highest: float) -> Iterator[float]:
-    """Round numbers from 0 to the first one at or above `highest`, at most MOST_TICKS + 1 of them; 0 and 1 for 0."""
+    """Return round tick values from 0 to at least `highest`, at most MOST_TICKS + 1 of them; 0 and 1 for 0."""
     if highest <= 0:
         yield from (0.0, 1.0)
         return

@@ -223,8 +223,8 @@ class _Translation:
 
 
 def _simplify(value: object) -> object:
-    """A list of equal values, which some files have for layer settings, becomes one value. A number that comes from
-    float32 is written as shortly as float32 allows: 1e-06, not 9.999999974752427e-07."""
+    """Replace a list of equal values, which some files have for layer settings, by one value. Write a number that was
+    stored as float32 as briefly as float32 allows: 1e-06, not 9.999999974752427e-07."""
     if isinstance(value, list) and value and all(one == value[0] for one in value):
         value = value[0]
     if not isinstance(value, float):

@@ -39,14 +39,14 @@ def parse_bytes(value: object) -> int:
 
 
 def _scale(number: str, unit: int) -> int:
-    """Exact, unlike float."""
+    """Exact, unlike with floats."""
     integer, _, decimals = number.partition(".")
     divisor: int = 10 ** len(decimals)
     return int(integer + decimals) * unit // divisor
 
 
 def at_least_one(parse: Callable[[object], int]) -> Parse:
-    """A parser that accepts what `parse` accepts if it is at least 1."""
+    """Return a parser that accepts what `parse` accepts if it is at least 1."""
 
     def parse_positive(value: object) -> int:
         number = parse(value)
@@ -58,7 +58,7 @@ def at_least_one(parse: Callable[[object], int]) -> Parse:
 
 
 def int_between(low: int, high: int) -> Parse:
-    """A parser of whole numbers from `low` to `high`, both included."""
+    """Return a parser of whole numbers from `low` to `high`, both included."""
 
     def parse_int(value: object) -> int:
         if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value)) or not low <= int(str(value)) <= high:
@@ -69,7 +69,7 @@ def int_between(low: int, high: int) -> Parse:
 
 
 def one_of(*allowed: str, synonyms: Mapping[str, str] | None = None) -> Parse:
-    """A parser of the given lower-case words, in either case. synonyms: other spellings of them."""
+    """Return a parser of the given lower-case words, in either case. synonyms: other spellings of them."""
 
     def parse_word(value: object) -> str:
         word = str(value).lower()
@@ -82,7 +82,7 @@ def one_of(*allowed: str, synonyms: Mapping[str, str] | None = None) -> Parse:
 
 
 def parse_positive_floats(value: object) -> tuple[float, ...]:
-    """Several numbers above 0: a list, or text with commas."""
+    """Parse several numbers above 0: a list, or text with commas."""
     try:
         numbers = tuple(float(item) for item in _split(value))
     except ValueError:
@@ -93,7 +93,7 @@ def parse_positive_floats(value: object) -> tuple[float, ...]:
 
 
 def parse_positive_ints(value: object) -> tuple[int, ...]:
-    """Several whole numbers of at least 1: a list, or text with commas."""
+    """Parse several whole numbers of at least 1: a list, or text with commas."""
     items = _split(value)
     if not items or not all(re.fullmatch(r"0*[1-9][0-9]*", item) for item in items):
         raise ValueError("expected whole numbers of at least 1 separated by commas, such as 9,8,7")
@@ -101,7 +101,7 @@ def parse_positive_ints(value: object) -> tuple[int, ...]:
 
 
 def parse_whole_numbers(value: object) -> tuple[int, ...]:
-    """Several whole numbers, 0 among them: a list, or text with commas."""
+    """Parse several whole numbers of at least 0: a list, or text with commas."""
     items = _split(value)
     if not items or not all(re.fullmatch(r"[0-9]+", item) for item in items):
         raise ValueError("expected whole numbers separated by commas, such as 3,1")
@@ -114,7 +114,7 @@ def _split(value: object) -> list[str]:
 
 
 def parse_block_size(value: object) -> int:
-    """A power of two from 8 to 256."""
+    """Parse a power of two from 8 to 256."""
     sizes = ("8", "16", "32", "64", "128", "256")
     if isinstance(value, bool) or str(value) not in sizes:
         raise ValueError(f"expected one of {', '.join(sizes)}")
@@ -128,7 +128,7 @@ def parse_kv_cache_dtype(value: object) -> str:
 
 
 QUANTIZATIONS = ("auto", "int8", "int4", "int4-g32", "int4-g128", "fp8")
-# What vLLM and SGLang call the formats of checkpoints -> quant_method in config.json.
+# vLLM's and SGLang's names of checkpoint formats -> quant_method in config.json.
 STORED_FORMATS = {
     "auto-round": "auto-round",
     "awq": "awq",
@@ -150,7 +150,7 @@ STORED_FORMATS = {
 
 
 def parse_quantization(value: object) -> str:
-    """What is done while loading, or the `quant_method` of the format that the checkpoint is said to have."""
+    """Parse how to quantise while loading, or the `quant_method` that the checkpoint is said to have."""
     word = str(value).lower()
     if word in STORED_FORMATS:
         return STORED_FORMATS[word]
@@ -161,7 +161,7 @@ def parse_quantization(value: object) -> str:
 
 
 def parse_fraction(value: object) -> float:
-    """A number above 0 and at most 1."""
+    """Parse a number above 0 and at most 1."""
     try:
         number = float(str(value))
     except ValueError:
@@ -172,7 +172,7 @@ def parse_fraction(value: object) -> float:
 
 
 def parse_seconds(value: object) -> float:
-    """A duration above 0, at most a year."""
+    """Parse a duration above 0, at most a year."""
     number = _parse_float(value)
     if not 0.0 < number <= _MAX_SECONDS:
         raise ValueError("expected seconds, a number above 0")
@@ -180,7 +180,7 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_duration(value: object) -> float:
-    """A duration that may be 0, at most a year."""
+    """Parse a duration that may be 0, at most a year."""
     number = _parse_float(value)
     if not 0.0 <= number <= _MAX_SECONDS:
         raise ValueError("expected seconds, a number that is at least 0")
@@ -188,7 +188,7 @@ def parse_duration(value: object) -> float:
 
 
 def _parse_float(value: object) -> float:
-    """-1 for what is not a number."""
+    """Return -1 for anything that is not a number."""
     try:
         return -1.0 if isinstance(value, bool) else float(str(value))
     except ValueError:
@@ -196,7 +196,7 @@ def _parse_float(value: object) -> float:
 
 
 def parse_queue(value: object) -> tuple[int, int]:
-    """Requests and prompt tokens: "1024,4M" or a list of both; the tokens may be omitted."""
+    """Parse a number of requests and of prompt tokens: "1024,4M" or a list of both; the tokens may be omitted."""
     items = _split(value)
     if len(items) not in (1, 2):
         raise ValueError('expected requests, or requests and prompt tokens separated by a comma, such as "1024,4M"')
@@ -207,7 +207,7 @@ def parse_queue(value: object) -> tuple[int, int]:
 
 
 def parse_boolean(value: object) -> bool:
-    """True or false, also as 1, yes, on, 0, no, off."""
+    """Parse true or false, also as 1, yes, on, 0, no, off."""
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     if str(value).lower() not in words:
         raise ValueError("expected true or false")
@@ -215,14 +215,14 @@ def parse_boolean(value: object) -> bool:
 
 
 def parse_text(value: object) -> str:
-    """Any text that is not empty: `--api-key "$UNSET"` must not open the server."""
+    """Parse text that is not empty: `--api-key "$UNSET"` must not open the server."""
     if not isinstance(value, str) or not value:
         raise ValueError("expected some text (quote numbers in YAML)")
     return value
 
 
 def parse_responses_store(value: object) -> str:
-    """`off`, `memory` or a file. Words for a switch are no files: YAML reads `off` as false."""
+    """Parse `off`, `memory` or a file. Words for a switch are not files: YAML reads `off` as false."""
     text = parse_text(str(value) if isinstance(value, bool) else value)
     word = text.lower()
     if word in ("off", "none", "no", "false", "0"):
@@ -233,7 +233,7 @@ def parse_responses_store(value: object) -> str:
 
 
 def parse_texts(value: object) -> tuple[str, ...]:
-    """Several texts: a list, or one text with commas."""
+    """Parse several texts: a list, or one text with commas."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not items:
         raise ValueError("expected one text or a list of them")
@@ -241,8 +241,8 @@ def parse_texts(value: object) -> tuple[str, ...]:
 
 
 def parse_lora_modules(value: object) -> tuple[str, ...]:
-    """Several NAME=DIRECTORY, each name once: a list, or one text with commas. vLLM's {"name": NAME, "path": DIRECTORY}
-    stands for one, in a list or as its text."""
+    """Parse several NAME=DIRECTORY, each name once: a list, or one text with commas. Each may also be vLLM's {"name":
+    NAME, "path": DIRECTORY}, as an object in a list or as text."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = [value]
     items = parse_texts([_join_module(item) for item in value] if isinstance(value, list | tuple) else value)
@@ -257,7 +257,7 @@ def parse_lora_modules(value: object) -> tuple[str, ...]:
 
 
 def _join_module(item: object) -> object:
-    """NAME=DIRECTORY of vLLM's object or its text; anything else as it is."""
+    """Turn vLLM's object, or its text, into NAME=DIRECTORY; return anything else unchanged."""
     if isinstance(item, str) and item.lstrip().startswith("{"):
         item = json.loads(item)
     if not isinstance(item, dict):
@@ -273,7 +273,7 @@ def _join_module(item: object) -> object:
 
 
 def parse_object(value: object, example: str) -> Mapping[str, Any]:
-    """value: an object or its JSON text. example: a valid one, for the error."""
+    """Parse a JSON object. value: an object or its JSON text. example: a valid one, for the error."""
     given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
     if not isinstance(given, Mapping):
         raise ValueError(f"expected a JSON object, such as {example}")
@@ -281,7 +281,7 @@ def parse_object(value: object, example: str) -> Mapping[str, Any]:
 
 
 def parse_origins(value: object) -> tuple[str, ...]:
-    """Origins of web pages: scheme://host[:port] each, or * for all."""
+    """Parse the origins of web pages: scheme://host[:port] each, or * for all."""
     items = parse_texts(value)
     if not all(item == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", item) for item in items):
         raise ValueError("expected origins such as https://chat.example.com, or *")
@@ -289,7 +289,7 @@ def parse_origins(value: object) -> tuple[str, ...]:
 
 
 def parse_address(value: object) -> tuple[str, int]:
-    """(host, port) of "host:port" or "[IPv6]:port"."""
+    """Parse "host:port" or "[IPv6]:port" into (host, port)."""
     host, _, port = str(value).rpartition(":")
     has_brackets = host.startswith("[")
     if has_brackets:
@@ -301,7 +301,7 @@ def parse_address(value: object) -> tuple[str, int]:
 
 
 def check_address(value: object) -> str:
-    """The value as text, if `parse_address` accepts it."""
+    """Return the value as text if `parse_address` accepts it."""
     parse_address(value)
     return str(value)
 
@@ -313,7 +313,7 @@ def parse_metrics_prefix(value: object) -> str:
 
 
 def parse_traces_endpoint(value: object) -> str:
-    """The whole URL, path included, as the environment variable of OpenTelemetry has it, or that of a file."""
+    """Parse a complete URL, including the path, as in OpenTelemetry's environment variable, or the URL of a file."""
     if not isinstance(value, str) or not re.fullmatch(r"https?://[^/\s]+/[^\s]+|file:///[^\s]*[^\s/]", value):
         raise ValueError(
             "expected a URL with its path, such as http://localhost:4318/v1/traces (OTLP by HTTP, not gRPC), or "

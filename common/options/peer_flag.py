@@ -8,15 +8,15 @@ from typing import NamedTuple
 class PeerFlag(NamedTuple):
     """An option of another engine, under all its names."""
 
-    names: tuple[str, ...]  # those of a refused option may be patterns, such as --yarn-*
+    names: tuple[str, ...]  # names of a refused option may be patterns, such as --yarn-*
     answer: str  # one line: its counterpart here
     ours: str = ""  # our equivalent, such as "--no-prefix-caching"; MODEL is the positional argument
     takes_value: bool = False  # accepted with a value, which is passed on
-    neutral: tuple[str, ...] = ()  # accepted with these values, in lower case, which describe what happens here anyway
-    is_always: bool = False  # accepted without a value, because what it asks for always happens here
+    neutral: tuple[str, ...] = ()  # accepted with these lower-case values, which describe what always happens here
+    is_always: bool = False  # accepted without a value, because the requested behaviour is always on here
     may_be_off: bool = False  # in Python and YAML, false is accepted as well
-    is_ignored: bool = False  # accepted with any value, since it concerns a part that is not here
-    at_most: int | None = None  # accepted with numbers up to this one, with which nothing is refused that is served
+    is_ignored: bool = False  # accepted with any value, since it concerns a part that does not exist here
+    at_most: int | None = None  # accepted with numbers up to this one, which restrict nothing that is served here
 
     @property
     def is_accepted(self) -> bool:
@@ -28,7 +28,7 @@ class PeerFlag(NamedTuple):
 
     @property
     def depends_on_value(self) -> bool:
-        """Accepted only with a value for which `allows` is true."""
+        """Whether the option is accepted only with a value for which `allows` is true."""
         return bool(self.neutral) or self.at_most is not None
 
     def allows(self, value: object) -> bool:
@@ -50,7 +50,7 @@ def switch(names: str, ours: str) -> PeerFlag:
 
 
 def always(names: str, answer: str, may_be_off: bool = False) -> PeerFlag:
-    """A flag without a value that asks for what always happens here."""
+    """Return a flag without a value whose behaviour is always on here."""
     return PeerFlag(tuple(names.split()), answer, is_always=True, may_be_off=may_be_off)
 
 

@@ -47,7 +47,7 @@ def find_peer_flag(name: str) -> FoundFlag | None:
     for flags in PEER_FLAGS.values():
         for flag in flags:
             if any("*" in pattern and fnmatchcase(name, pattern) for pattern in flag.names):
-                return FoundFlag("another engine", flag)  # several have flags of this kind
+                return FoundFlag("another engine", flag)  # several flags are written like this
     return None
 
 
@@ -62,7 +62,7 @@ def translate_arguments(argv: Sequence[str], known: Collection[str]) -> list[str
         name, equals, value = argument.partition("=")
         found = find_peer_flag(name) if argument.startswith("-") and name.partition(".")[0] not in known else None
         if found is not None and name not in found.flag.names and difflib.get_close_matches(name, known, 1, 0.9):
-            found = None  # one of ours, mistyped, which a pattern happens to match
+            found = None  # one of ours, mistyped, that happens to match a pattern
         if found is None:
             translated.append(argument)
             continue

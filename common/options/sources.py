@@ -58,13 +58,13 @@ def make_options(model: str, **options: object) -> Options:
 
 
 def merge_sources(flags: dict[str, object], environ: Mapping[str, str]) -> Options:
-    """Options from a command line's values by field name, from the file that its `config` names, and from the
+    """Build options from a command line's values by field name, from the file that its `config` names, and from the
     environment. Raises OptionError."""
     return build_options(collect_given(flags, environ))
 
 
 def collect_given(flags: dict[str, object], environ: Mapping[str, str]) -> Given:
-    """What `merge_sources` builds options from: all values that somebody has given."""
+    """Return all explicitly given values, from which `merge_sources` builds options."""
     file = flags.pop("config", None)
     given = _read_environment(environ)
     if file is not None:
@@ -73,7 +73,7 @@ def collect_given(flags: dict[str, object], environ: Mapping[str, str]) -> Given
 
 
 def build_from_flags(kind: type[Kind], flags: Mapping[str, object]) -> Kind:
-    """A dataclass of options other than `Options`, from a command line's values by field name. Raises OptionError."""
+    """Build a dataclass of other options from a command line's values by field name. Raises OptionError."""
     return msgspec.convert(_parse_values(kind, _label_flags(kind, flags)), kind)
 
 
@@ -86,7 +86,7 @@ def make_parser(
     options: Fields = OPTION_FIELDS,
     notes: str = "",
 ) -> argparse.ArgumentParser:
-    """A parser of a command line with these options. It leaves every value as text. notes: the end of its help."""
+    """Return a parser for a command line with these options. It keeps every value as text. notes: end of its help."""
     parser = OptionParser(
         prog=program,
         usage=f"{program} MODEL [options]",
@@ -143,12 +143,12 @@ class OptionParser(argparse.ArgumentParser):
         return f"unknown option {flag}; {f'did you mean {close[0]}?' if close else f'see {self.prog} --help'}"
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """No abbreviations of single-dash names either: `-p 8080` is not `-pp 8080`."""
+        """Accept no abbreviations of single-dash names either: `-p 8080` is not `-pp 8080`."""
         return []
 
 
 def _help_text(option: dataclasses.Field[object]) -> str:
-    """The help of an option, with its default unless the text states it."""
+    """Return the help of an option, with its default unless the text states it."""
     text = str(option.metadata["help"])
     default = option.default
     if default in (dataclasses.MISSING, None) or isinstance(default, tuple):
@@ -159,10 +159,10 @@ def _help_text(option: dataclasses.Field[object]) -> str:
 
 
 def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Sequence[str]) -> dict[str, object]:
-    """The given values by field name. Raises OptionError for an unknown option, SystemExit after --version."""
+    """Return the given values by field name. Raises OptionError for an unknown option, SystemExit after --version."""
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        from serve_llm.common.options.peer_flags import translate_arguments  # large tables, needed here only
+        from serve_llm.common.options.peer_flags import translate_arguments  # large tables, needed only here
 
         translated = translate_arguments(argv, parser._option_string_actions)
         namespace, unknown = parser.parse_known_args(translated)
@@ -172,7 +172,7 @@ def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Se
         if not flag.startswith("-"):
             raise OptionError(f"unexpected argument {flag!r}: {_explain_argument(flags.get('model'))}")
         whole = flag.partition(".")[0]
-        if whole in parser._option_string_actions:  # vLLM reads the keys of a JSON object so
+        if whole in parser._option_string_actions:  # vLLM reads the keys of a JSON object this way
             raise OptionError(f"unknown option {flag}; give {whole} as one JSON object")
         raise OptionError(f"unknown option {flag}{_suggest(flag, '--', options, parser.prog)}")
     if flags.pop("version", False):
@@ -184,7 +184,7 @@ def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Se
 
 
 def _explain_argument(model: object) -> str:
-    """Why an argument is unexpected. model: what was taken for the model."""
+    """Explain why an argument is unexpected. model: the argument that was taken for the model."""
     from serve_llm.common.options.peer_flags import PEER_COMMANDS
 
     return PEER_COMMANDS.get(str(model), "one model is served, given first")
@@ -236,8 +236,8 @@ def _read_file(path: Path) -> Given:
 
 
 def _find_option(name: str, value: object, source: str, prefix: str = "") -> Given:
-    """The option that a file, the environment or a keyword names: by its field, its flag, or `no_` and the flag of a
-    boolean. Empty if the value is None. Raises OptionError for an unknown name."""
+    """Return the option that a file, the environment or a keyword names: by its field, its flag, or `no_` and the flag
+    of a boolean. Empty if the value is None. Raises OptionError for an unknown name."""
     plain = name.replace("-", "_")
     for option in OPTION_FIELDS:
         flag = option_name(option).replace("-", "_")
@@ -250,7 +250,7 @@ def _find_option(name: str, value: object, source: str, prefix: str = "") -> Giv
         if is_negated:
             value = not _parse(parse_boolean, value, source)
         return {option.name: (value, source)}
-    from serve_llm.common.options.peer_flags import translate_name  # large tables, needed here only
+    from serve_llm.common.options.peer_flags import translate_name  # large tables, needed only here
 
     translated = translate_name(plain, value, source)
     if translated is not None:
@@ -260,7 +260,7 @@ def _find_option(name: str, value: object, source: str, prefix: str = "") -> Giv
 
 
 def _suggest(name: str, prefix: str, options: Fields = OPTION_FIELDS, program: str = "serve-llm") -> str:
-    """'; did you mean ...?' in the spelling of the source of the unknown name, which `prefix` tells."""
+    """Return '; did you mean ...?' in the spelling of the source of the unknown name, which `prefix` identifies."""
     names = {option_name(option) for option in options}
     names |= {f"no-{option_name(option)}" for option in options if is_switch(option)}
     if prefix == "--":
@@ -303,7 +303,7 @@ def build_options(given: Given, *, needs_model: bool = True) -> Options:
             raise OptionError(
                 "no model: give a checkpoint directory, a Hugging Face id, or `demo` for the bundled model"
             )
-        values["model"] = ""  # node 0, or the server of a front end, sends it
+        values["model"] = ""  # node 0 sends it, or the server sends it to a front end
     options = msgspec.convert(values, Options)
     check_combinations(options)
     return options

@@ -1,1 +1,1 @@
-"""A small model that guesses what the served one says next. Runs in the engine's process, beside the scheduler."""
+"""A small model that drafts the served model's next ids. Runs in the engine's process, beside the scheduler."""

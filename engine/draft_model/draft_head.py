@@ -19,7 +19,7 @@ class DraftHead(RunnableModel, Protocol):
 
     @property
     def state_size(self) -> int:
-        """Numbers that the served model sends of each token."""
+        """Size of the state that the served model sends for each token."""
 
     def fuse(self, states: Tensor) -> Tensor:
         """(tokens, state_size) -> (tokens, hidden_size)."""

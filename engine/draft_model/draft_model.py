@@ -1,7 +1,7 @@
-"""Guesses the next ids of many requests by a small model, which has a KV cache of its own.
+"""Draft the next ids of many requests with a small model, which has its own KV cache.
 
-A guess is drawn with the noise of the id that it guesses, so that requests that sample agree with it often. Prompts
-are computed in chunks, which take as long as a step may; a request has no guesses until its ids have been computed.
+A draft id is drawn with the same noise as the id that it predicts, so that drafts of sampled requests are often
+accepted. Prompts are computed in chunks that fit into a step; a request has no drafts until its ids are computed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.worker import Worker
 
 STEP_WEIGHT = 0.1  # weight of the latest step in `step_seconds`
-MOST_NEW_IDS = 2  # per request, in a step whose time is that of one more guess
+MOST_NEW_IDS = 2  # per request, in a step that takes as long as one more draft
 
 
 class DraftModel:
-    """See `BatchDraftSource`. To be used in the engine's thread."""
+    """See `BatchDraftSource`. Use it only in the engine's thread."""
 
     keeps_guesses = True  # see `DraftSequences`
 
@@ -75,7 +75,7 @@ class DraftModel:
         self.sequences.forget(request_id)
 
     def _follow(self, target: Sequence, kept: Collection[int]) -> DraftSequence | None:
-        """None if the draft model does not know all ids of the request, or it is too long for the model."""
+        """Return None if the draft model does not know all ids of the request, or if the request is too long for it."""
         if len(target.token_ids) >= self._max_model_len:
             self.sequences.forget(target.request.id)
             return None
@@ -95,7 +95,7 @@ class DraftModel:
         return self.sequences.reserve(draft, num_tokens + max(0, count - 1), kept)
 
     def _run(self, chunks: Items[tuple[DraftSequence, int]]) -> None:
-        """Compute the given number of tokens of each sequence, and append a guess if those were all."""
+        """Compute the given number of tokens of each sequence, and append a draft id if those were all."""
         began = self._clock()
         new_requests = []
         scheduled = []

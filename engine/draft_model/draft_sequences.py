@@ -1,8 +1,8 @@
-"""How far the draft model has computed which requests: their ids, indices and blocks of its own KV cache. Torch-free.
+"""How far the draft model has computed each request: ids, indices and blocks of its own KV cache. Torch-free.
 
-A draft sequence has the ids of a request and, after them, the guesses of the last steps. When the next ids are known,
-the guesses that they confirm stay computed. Blocks of confirmed ids are kept as prefixes, so that a prompt is computed
-once for all its choices, and again after a preemption only if its blocks were needed by others.
+A draft sequence consists of the request's ids and, after them, the drafts of the last steps. When the next ids are
+known, drafts that they confirm stay computed. Blocks of confirmed ids are kept as prefixes, so that a prompt is
+computed once for all its choices, and again after a preemption only if other requests needed its blocks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ UNLIMITED = 1 << 62  # max_tokens: the scheduler enforces the request's own limi
 class DraftSequence:
     """The draft model's state of one request."""
 
-    sequence: Sequence  # known ids, then guesses
-    first_id: int  # the request's ids before this one are left out
-    num_known: int  # ids of the request that were taken over; guesses follow
-    num_indexed: int  # tokens whose blocks the prefix cache has seen
-    num_stale: int = 0  # ids from this one on that the worker must forget; 0: none
-    is_new: bool = True  # the worker does not know it yet
+    sequence: Sequence  # known ids, then drafts
+    first_id: int  # earlier ids of the request are left out
+    num_known: int  # ids of the request taken over so far; drafts follow
+    num_indexed: int  # tokens whose blocks are registered in the prefix cache
+    num_stale: int = 0  # the worker must forget ids from this index on; 0: none
+    is_new: bool = True  # not yet sent to the worker
 
     @property
     def guesses(self) -> list[int]:
@@ -39,12 +39,12 @@ class DraftSequence:
 
 
 class DraftSequences:
-    """All requests that the draft model follows, the one that was followed longest ago first."""
+    """All requests that the draft model follows, least recently followed first."""
 
     def __init__(
         self, groups: Items[GroupLayout], num_blocks: int, max_num_seqs: int, keeps_guesses: bool = True
     ) -> None:
-        """keeps_guesses: what is computed of guesses holds when they are confirmed."""
+        """keeps_guesses: results computed for drafts stay valid when the drafts are confirmed."""
         self._keeps_guesses = keeps_guesses
         self._groups = tuple(groups)
         self._pool = BlockPool(num_blocks)
@@ -53,10 +53,10 @@ class DraftSequences:
         self._free_indices = list(range(max_num_seqs - 1, -1, -1))
 
     def follow(self, target: Sequence, first_id: int = 0) -> DraftSequence | None:
-        """The request with the ids that it has by now. None if all indices are taken by requests followed since.
+        """Follow the request with its current ids. Returns None if all indices are used by requests followed since.
 
-        first_id: 0 for all ids. Otherwise what it computes of an id depends on the one before it, and of the ids before
-        this one, only those whose blocks it finds can be computed.
+        first_id: 0 for all ids. Otherwise the result for an id depends on the one before it, and ids before `first_id`
+        can be used only if their blocks are found in the cache.
         """
         request_id = target.request.id
         draft = self._drafts.get(request_id)
@@ -70,8 +70,8 @@ class DraftSequences:
         return draft
 
     def reserve(self, draft: DraftSequence, num_tokens: int, kept: Collection[int]) -> bool:
-        """Give the request blocks for its next `num_tokens` tokens, if necessary those of other requests, but not of
-        those in `kept` (ids). False if there are too few."""
+        """Give the request blocks for its next `num_tokens` tokens, taking them from requests not in `kept` (ids) if
+        necessary. Returns False if there are too few."""
         missing = draft.sequence.missing_blocks(num_tokens)
         while sum(missing) > self._pool.num_free:
             if not self.make_room(kept):
@@ -80,7 +80,7 @@ class DraftSequences:
         return True
 
     def make_room(self, kept: Collection[int]) -> bool:
-        """Forget the request that was followed longest ago and is not in `kept` (ids). False if there is none."""
+        """Forget the least recently followed request that is not in `kept` (ids). Returns False if there is none."""
         request_id = next((one for one in self._drafts if one not in kept), None)
         if request_id is None:
             return False
@@ -88,7 +88,7 @@ class DraftSequences:
         return True
 
     def forget(self, request_id: int) -> None:
-        """Free what the request holds. Ignores requests that are not followed."""
+        """Free the request's index and blocks. Ignores requests that are not followed."""
         draft = self._drafts.pop(request_id, None)
         if draft is None:
             return
@@ -121,7 +121,7 @@ class DraftSequences:
         return DraftSequence(sequence, first_id, len(sequence.token_ids), num_cached)
 
     def _build(self, target: Sequence, first_id: int) -> Sequence:
-        """The request from this id on. Its blocks are shared where all ids before it are the same."""
+        """Build the request's sequence from this id on. It shares blocks where all earlier ids are equal."""
         request = target.request
         salt = request.cache_salt
         if first_id == 1:
@@ -134,13 +134,13 @@ class DraftSequences:
             prompt_ids=target.token_ids[first_id:num_prompt],
             output_ids=target.token_ids[max(first_id, num_prompt) :],
             sampling=_simplify(target.sampling),
-            adapter=None,  # the guesses are those of a base model
+            adapter=None,  # the drafts come from a model without adapters
             cache_salt=salt,
         )
         return Sequence(request, self._groups, 0, 0.0)
 
     def _take_over(self, draft: DraftSequence, token_ids: Items[int]) -> None:
-        """Replace the guesses by the ids that were sampled."""
+        """Replace the drafts by the ids that were sampled."""
         sequence = draft.sequence
         came = token_ids[draft.num_known :]
         num_right = 0
@@ -162,7 +162,7 @@ class DraftSequences:
             self._pool.release(block)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless blocks and indices are conserved. Slow: for tests."""
+        """Raise AssertionError unless blocks and indices are conserved. Slow: for tests only."""
         sequences = [draft.sequence for draft in self._drafts.values()]
         self._pool.check_integrity([block for sequence in sequences for block in sequence.held_blocks])
         indices = [*self._free_indices, *(one.req_index for one in sequences if one.req_index is not None)]
@@ -170,7 +170,7 @@ class DraftSequences:
 
 
 def _simplify(sampling: Sampling) -> Sampling:
-    """The parameters that decide which id is drawn, with the same noise, without those that need more than logits."""
+    """Keep only the parameters that decide which id is drawn from given logits, with the same noise."""
     return msgspec.structs.replace(
         sampling,
         max_tokens=UNLIMITED,

@@ -22,11 +22,11 @@ from serve_llm.engine.weights.parameters import CheckpointLoader, Source
 from serve_llm.kernels.registry import Kernels
 
 EMBEDDING = "embedding.weight"
-TARGET_IDS = "d2t"  # for each id that the head guesses, what is added to it for the model's id
-IGNORED = re.compile(r"t2d|.*\.rotary_emb\.inv_freq")  # t2d: which ids the head guesses, as d2t says too
+TARGET_IDS = "d2t"  # offset from each draft id to the served model's id
+IGNORED = re.compile(r"t2d|.*\.rotary_emb\.inv_freq")  # t2d: which ids the head can draft; redundant with d2t
 PREFIXES = re.compile(r"^(model\.)?(midlayer\.|layers\.0\.)?")
 LAYER = "midlayer."
-# Tensors of the checkpoint, without `model.` and with the layer's name as its authors write it -> parameters.
+# The checkpoint's tensors, without `model.` and with the layer names of its authors -> parameters.
 NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "final_norm.weight",
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def load_head(draft: DraftModelConfig, served_directory: Path, kernels: Kernels) -> EagleHead:
-    """The head with its weights. Without an embedding of its own it has the served model's. Raises ModelError."""
+    """Return the head with its weights. A head without an embedding uses the served model's. Raises ModelError."""
     config = draft.config
     assert draft.eagle is not None and draft.target is not None, "no head"
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -75,7 +75,7 @@ def load_head(draft: DraftModelConfig, served_directory: Path, kernels: Kernels)
 
 
 def _match(checkpoint: AnyCheckpoint) -> dict[str, Source]:
-    """The tensor of each parameter. Raises ModelError that names tensors which are missing or unused."""
+    """Return the tensor of each parameter. Raises ModelError that names missing or unused tensors."""
     sources = {}
     unused = []
     for stored in checkpoint.names:

@@ -1,12 +1,11 @@
-"""Guesses the next ids of many requests by an EAGLE-3 head or an MTP layer, which reads hidden states of the
-served model.
+"""Draft the next ids of many requests with an EAGLE-3 head or an MTP layer, from the served model's hidden states.
 
-The states come with the results of its steps, and wait here until the head computes their tokens: with the next guess,
-or when many have come, such as those of a prompt. Ids that the head guessed are computed again when they are confirmed,
-from the served model's states instead of its own.
+The states arrive with the results of the served model's steps and wait here until the head computes their tokens: with
+the next draft, or when many have arrived, such as those of a prompt. When ids that the head drafted are confirmed, they
+are computed again from the served model's states instead of the head's own.
 
-A prompt whose first tokens the served model found in its prefix cache has no states of these. The head finds them in
-its own cache, or begins behind them.
+If the served model found the first tokens of a prompt in its prefix cache, there are no states for them. The head then
+finds them in its own cache, or starts after them.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.worker import Worker
 
-MOST_WAITING = 64  # states of a request; more are computed at once
+MOST_WAITING = 64  # waiting states per request; larger amounts are computed at once
 
 
 @dataclass(slots=True)
 class WaitingStates:
     """Hidden states of consecutive tokens of a request that the head has not computed yet."""
 
-    start: int  # position of the first
+    start: int  # position of the first one
     rows: Tensor  # (tokens, hidden_size)
 
     @property
@@ -48,7 +47,7 @@ class WaitingStates:
 
 
 class HeadDraftModel(DraftModel):
-    """See `BatchDraftSource`. To be used in the engine's thread."""
+    """See `BatchDraftSource`. Use it only in the engine's thread."""
 
     keeps_guesses = False
 
@@ -61,18 +60,18 @@ class HeadDraftModel(DraftModel):
         head: DraftHead,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """head: what the worker computes. All else as in `DraftModel`."""
+        """head: what the worker computes. The other arguments are those of `DraftModel`."""
         super().__init__(config, worker, layout, vocab_size, **({} if clock is None else {"clock": clock}))
         self._head = head
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._waiting: dict[int, WaitingStates] = {}  # by request id
-        self._outputs: dict[int, Tensor] = {}  # by request id: the head's state behind its last guess, (1, hidden_size)
+        self._outputs: dict[int, Tensor] = {}  # by request id: the head's state after its last draft, (1, hidden_size)
 
     @torch.inference_mode()
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
         if sequence.sampling.max_tokens < 2 or sequence.request.pooling:
-            return  # never has drafts
+            return  # such a request never has drafts
         request_id = sequence.request.id
         rows = torch.frombuffer(bytearray(states), dtype=self._dtype).view(-1, self._head.state_size)
         rows = rows[: max(0, sequence.num_computed - start)]
@@ -81,7 +80,7 @@ class HeadDraftModel(DraftModel):
             self.sequences.forget(request_id)
             waiting = WaitingStates(start, rows.new_empty(0, self._head.spec.hidden_size).to(self._device))
             self._waiting[request_id] = waiting
-        rows = rows[waiting.end - start :]  # after a preemption, some arrive again
+        rows = rows[waiting.end - start :]  # after a preemption, some states arrive again
         if not len(rows):
             return
         waiting.rows = torch.cat((waiting.rows, self._head.fuse(rows.to(self._device))))
@@ -94,7 +93,8 @@ class HeadDraftModel(DraftModel):
         self._outputs.pop(request_id, None)
 
     def _catch_up(self, target: Sequence, waiting: WaitingStates) -> None:
-        """Compute what states wait for, except the newest id, which is for a guess. Forget them if there is no room."""
+        """Compute all tokens whose states have arrived, except the newest id, which is for a draft. Forget the states
+        if there is no room."""
         kept = {target.request.id}
         draft = self._find_draft(target, kept)
         while draft is not None:
@@ -108,7 +108,7 @@ class HeadDraftModel(DraftModel):
         waiting.drop(waiting.end)
 
     def _follow(self, target: Sequence, kept: Collection[int]) -> DraftSequence | None:
-        """None, too, if states of some ids have not come."""
+        """Also return None if states of some ids are missing."""
         waiting = self._waiting.get(target.request.id)
         if waiting is None or waiting.end < len(target.token_ids) - 1:
             return None
@@ -122,7 +122,7 @@ class HeadDraftModel(DraftModel):
 
     @staticmethod
     def _find_next(draft: DraftSequence) -> int:
-        """The position of the state that the next token to compute reads: that of the id before it."""
+        """Return the position of the state that the next token reads: that of the id before it."""
         return draft.sequence.num_computed + draft.first_id - 1
 
     @torch.inference_mode()
@@ -140,7 +140,7 @@ class HeadDraftModel(DraftModel):
             self._waiting[draft.sequence.request.id].drop(next_known)
 
     def _find_states(self, draft: DraftSequence, count: int) -> Tensor:
-        """(count, hidden_size): what the next tokens of the sequence read."""
+        """Return the states, (count, hidden_size), that the sequence's next tokens read."""
         request_id = draft.sequence.request.id
         if draft.sequence.num_computed >= draft.num_known:
             return self._outputs[request_id]

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
-    """Load the weights and allocate the KV cache, before the served model measures the memory that is left for its own.
+    """Load the weights and allocate the KV cache, before the served model measures the remaining memory.
 
     served: the settings of the served model. Raises CapacityError if memory runs out.
     """

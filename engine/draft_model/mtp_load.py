@@ -17,7 +17,7 @@ from serve_llm.kernels.registry import Kernels
 
 
 def load_mtp_head(draft: DraftModelConfig, kernels: Kernels) -> MTPHead:
-    """The MTP layer with its weights, and the served model's embedding, final norm and LM head. Raises ModelError."""
+    """Return the MTP layer, with the served model's embedding, final norm and LM head. Raises ModelError."""
     config = draft.config
     mtp = draft.mtp
     assert mtp is not None, "no MTP layer"

@@ -23,12 +23,12 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
 
-CACHE_SHARE = 0.1  # largest share of the memory that is free for the draft model's KV cache
+CACHE_SHARE = 0.1  # largest share of the free memory for the draft model's KV cache
 
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """A draft model that has not been loaded."""
+    """The settings of a draft model that is not loaded yet."""
 
     config: Config
     spec: ModelSpec
@@ -41,10 +41,11 @@ class DraftModelConfig:
 def resolve_draft_model(
     options: EngineOptions, served: Config, directory: Path, served_raw: Mapping[str, object] | None = None
 ) -> DraftModelConfig:
-    """The settings of the draft model in `directory`. served: those of the model whose ids it guesses. served_raw: its
-    config.json, if that is not in its directory.
+    """Resolve the draft model in `directory`. served: the settings of the model whose ids it drafts. served_raw: that
+    model's config.json, if it is not in its directory.
 
-    Raises ModelError and OptionError, which name the draft model."""
+    Raises ModelError and OptionError, which name the draft model.
+    """
     speculation = options.speculation
     assert speculation is not None, "no speculation"
     try:
@@ -67,7 +68,7 @@ def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftMo
             f"{spec.architecture} has linear attention, which a draft model must not have; use another model"
         )
     config = _resolve_config(options, served, directory, raw, spec)
-    # Beyond the threshold of longrope all keys would have to be computed again.
+    # Beyond the longrope threshold, all keys would have to be computed again.
     longest = min(served.max_model_len, spec.max_position, spec.long_rope_threshold or spec.max_position)
     config = replace(config, max_model_len=longest)
     return DraftModelConfig(config, apply_engine_config(spec, config), weights)
@@ -76,7 +77,7 @@ def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftMo
 def _resolve_head(
     options: EngineOptions, served: Config, directory: Path, served_raw: Mapping[str, object]
 ) -> DraftModelConfig:
-    """An EAGLE-3 head, or the MTP layer of the served model."""
+    """Resolve an EAGLE-3 head, or the MTP layer of the served model."""
     if options.model_impl == "transformers":
         raise OptionError("transformers' own code does not give out hidden states; omit --model-impl")
     if served.device == "cuda" and not served.enforce_eager:
@@ -89,7 +90,7 @@ def _resolve_head(
     spec, eagle = read_eagle(raw, target[0])
     options = replace(options, dtype=served.dtype, quantization="auto", allow_unknown_config=())
     config = _resolve_config(options, served, directory, raw, spec)
-    # Rope goes on beyond the length that heads are trained for, which is often short.
+    # Rope works beyond the length on which heads are trained, which is often short.
     config = replace(config, max_model_len=served.max_model_len, enforce_eager=True)
     return DraftModelConfig(config, apply_engine_config(spec, config), None, eagle, target)
 
@@ -138,7 +139,7 @@ def _resolve_config(
 
 
 def count_cache_bytes(draft: DraftModelConfig, free: int) -> int:
-    """Bytes of the draft model's KV cache: at least one request of full length, at most a share of the `free` bytes."""
+    """Return the bytes of the draft model's KV cache: at least one full request, at most a share of `free` bytes."""
     config = draft.config
     shard = Shard(ParallelLayout(), 0, range(len(draft.spec.layers)))
     empty = kv_cache.plan_empty_cache(draft.spec, shard, config)
@@ -156,8 +157,8 @@ def find_draft_directory(options: EngineOptions) -> Path:
 
 
 def check_tokenizers(options: EngineOptions, served_directory: Path, draft_directory: Path) -> None:
-    """Raise ModelError unless each id that both models have is the same token. The draft model never sees text, so
-    nothing else of its tokenizer matters."""
+    """Raise ModelError unless each id that both models have is the same token. The draft model never sees text, so its
+    tokenizer matters in no other way."""
     speculation = options.speculation
     assert speculation is not None, "no speculation"
     if options.tokenizer is not None:

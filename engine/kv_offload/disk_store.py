@@ -1,11 +1,11 @@
 """Blocks of KV cache in files: one file for each block, with the parts of all ranks.
 
     DIRECTORY/IDENTITY/ab/abcd...-0    a block whose hash begins with ab, of KV group 0
-    DIRECTORY/lock, DIRECTORY/used     the lock of those who write, and the bytes that all blocks take
+    DIRECTORY/lock, DIRECTORY/used     the writers' lock, and the bytes that all blocks take
 
-The identity names all that the content of a block depends on besides its tokens (`identity`), so that engines of one
-host, at the same time and one after another, share what they can. A file appears under its name when it is complete.
-Its header repeats the block's hash and has a checksum: a file that is cut off or changed is noticed.
+The identity covers everything besides its tokens that determines the content of a block (`identity`), so that engines
+of one host share blocks where possible, both at the same time and one after another. A file gets its final name when it
+is complete. Its header contains the block's hash and a checksum, so a truncated or changed file is detected.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from serve_llm.engine.worker.kv_cache import SLOTS_OFFSET, HostMemory
 MAGIC = b"SLLMKV01"
 HEADER = struct.Struct("<8s32sIIQI4x")  # magic, hash, group, parts, bytes of all parts, CRC-32 of all parts
 NUM_READERS = 4  # threads
-SHARE_KEPT = 0.95  # what is left of the limit after blocks were deleted to make room
+SHARE_KEPT = 0.95  # share of the limit to which deletion reduces the blocks
 SPEED_WEIGHT = 0.5  # weight of the latest measurement
-STALE_SECONDS = 600.0  # after which an unfinished file is abandoned
+STALE_SECONDS = 600.0  # an unfinished file is abandoned after this time
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class _TransferOutcome(Enum):
     READ = "read"
     WRITTEN = "written"
-    KNOWN = "known"  # not written, because it was there already
+    KNOWN = "known"  # not written, because it already exists
     MISSING = "missing"  # not read: another engine has deleted it
     CORRUPT = "corrupt"
     FAILED = "failed"
@@ -58,11 +58,11 @@ class _Result(NamedTuple):
 
 
 class CorruptBlock(Exception):
-    """A file does not hold the block that its name promises."""
+    """A file does not contain the block that its name promises."""
 
 
 class DiskBlockStore:
-    """See `scheduler.offload.BlockStore`. To be used in the engine's thread."""
+    """See `scheduler.offload.BlockStore`. Use it only in the engine's thread."""
 
     def __init__(
         self,
@@ -71,24 +71,24 @@ class DiskBlockStore:
         memory: Sequence[HostMemory],
         max_bytes: int,
     ) -> None:
-        """find_identity: called in another thread; until it returns, there are no blocks. memory: the slots of all
-        ranks that hold KV. max_bytes: that the blocks in the directory may take, of all engines and models."""
+        """find_identity: called in another thread; there are no blocks until it returns. memory: the slots of all ranks
+        that hold KV. max_bytes: the limit on the blocks in the directory, of all engines and models."""
         self.stats = OffloadStats()
         self.read_seconds: float | None = None
         self._directory = directory
         self._max_bytes = max_bytes
         self._ranks = [_open_slots(one) for one in memory]
         self._num_bytes = sum(one.block_bytes for one in memory)
-        self._folder = ""  # for the identity; empty until it is known
+        self._folder = ""  # holds the identity; empty until it is known
         self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._arrived: list[_Result] = []
         self._num_reading = 0
-        self._began_reading = 0.0  # when no block was being read before
-        self._num_read = 0  # since then
+        self._began_reading = 0.0  # the last time at which no block was being read
+        self._num_read = 0  # blocks read since then
         self._has_warned = False
         self._readers = ThreadPoolExecutor(NUM_READERS, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")
-        # It may read all weights, which must not delay the end of the process.
+        # It may read all weights, which must not delay the exit of the process.
         threading.Thread(target=self._open, args=(find_identity,), name="kv-identity", daemon=True).start()
 
     def _open(self, find_identity: Callable[[], str]) -> None:
@@ -105,11 +105,11 @@ class DiskBlockStore:
         self._folder = str(folder)
 
     def close(self) -> None:
-        """Cancel the transfers that have not begun."""
+        """Cancel the transfers that have not started."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
-    # For the engine's thread
+    # Called in the engine's thread
 
     @property
     def is_open(self) -> bool:
@@ -129,7 +129,7 @@ class DiskBlockStore:
         self._writer.submit(self._run, self._write, key, slot, False)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a transfer has ended, up to `seconds`."""
+        """Wait up to `seconds` until a transfer has ended."""
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._results.get(timeout=seconds))
 
@@ -160,7 +160,7 @@ class DiskBlockStore:
         return FinishedTransfer(result.key, result.is_read, is_complete)
 
     def _measure(self, result: _Result) -> None:
-        """Take in the time per block of a row of reads, once the last one has ended."""
+        """Update the time per block once the last of several overlapping reads has ended."""
         self._num_reading -= 1
         self._num_read += result.outcome is _TransferOutcome.READ
         if self._num_reading or not self._num_read:
@@ -169,7 +169,7 @@ class DiskBlockStore:
         old = seconds if self.read_seconds is None else self.read_seconds
         self.read_seconds = old + SPEED_WEIGHT * (seconds - old)
 
-    # In other threads
+    # Called in other threads
 
     def _run(
         self, transfer: Callable[[BlockKey, int], _TransferOutcome], key: BlockKey, slot: int, is_read: bool
@@ -198,7 +198,7 @@ class DiskBlockStore:
         try:
             with open(path, "rb", buffering=0) as file:
                 self._fill(file.readinto, file.read(HEADER.size), key, slot)
-                os.utime(file.fileno())  # the least recently used are deleted first
+                os.utime(file.fileno())  # deletes the least recently used blocks first
         except FileNotFoundError:
             return _TransferOutcome.MISSING
         except CorruptBlock as error:
@@ -208,7 +208,7 @@ class DiskBlockStore:
         return _TransferOutcome.READ
 
     def _fill(self, read_into: Callable[[memoryview], int | None], header: bytes, key: BlockKey, slot: int) -> None:
-        """Fill a slot from a file that begins with `header`. Raises CorruptBlock."""
+        """Fill a slot from a file that must begin with `header`. Raises CorruptBlock."""
         if len(header) < HEADER.size:
             raise CorruptBlock("is cut off")
         magic, block_hash, group, num_parts, num_bytes, expected = HEADER.unpack(header)
@@ -256,7 +256,7 @@ class DiskBlockStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of those who count bytes."""
+        """Hold the lock that protects the byte count."""
         descriptor = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -265,7 +265,7 @@ class DiskBlockStore:
             os.close(descriptor)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Reserve bytes for a file to write, and delete the least recently used files if there is no room."""
+        """Reserve bytes for a new file, and delete the least recently used files if there is no room."""
         with self._locked():
             used = self._read_used()
             if used + num_bytes > self._max_bytes:
@@ -273,7 +273,7 @@ class DiskBlockStore:
             self._write_used(used + num_bytes)
 
     def _delete_oldest(self, wanted: int) -> int:
-        """Delete files until they take at most `wanted` bytes. Returns what they take."""
+        """Delete files until they take at most `wanted` bytes. Returns the bytes that remain."""
         files = sorted(self._list_files())
         used = sum(size for _, size, _ in files)
         for _, size, path in files:
@@ -285,8 +285,7 @@ class DiskBlockStore:
         return used
 
     def _list_files(self) -> list[tuple[float, int, str]]:
-        """When each block of any identity was used last, its bytes and its path. Deletes unfinished files that nobody
-        writes any more."""
+        """Return time of last use, bytes and path of each block of any identity. Deletes abandoned unfinished files."""
         files = []
         for path in self._directory.glob("*/[0-9a-f][0-9a-f]/*"):
             with contextlib.suppress(FileNotFoundError):
@@ -312,5 +311,5 @@ class DiskBlockStore:
 
 
 def _open_slots(memory: HostMemory) -> tuple[memoryview, int]:
-    """The slots of a rank, and the bytes of each."""
+    """Return the slots of a rank, and the bytes of each."""
     return SharedMemory.open(memory.handle).bytes[SLOTS_OFFSET:], memory.block_bytes

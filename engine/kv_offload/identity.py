@@ -1,4 +1,4 @@
-"""One hash of everything besides its tokens that the content of a KV cache block depends on."""
+"""One hash of everything besides the tokens that determines the content of a KV cache block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 from serve_llm.kernels.cpu import library
 
-SUFFIXES = (".safetensors", ".gguf", ".bin", ".json")  # files that a model is read from
-# Settings that change no key and no value. What is not listed here belongs to the identity.
+SUFFIXES = (".safetensors", ".gguf", ".bin", ".json")  # files from which a model is read
+# Settings that change no key and no value. All others belong to the identity.
 IRRELEVANT = (
     "directory",
     "max_num_seqs",
@@ -43,10 +43,11 @@ IRRELEVANT = (
 
 
 def find_identity(config: Config, layout: CacheLayout, memory: Sequence[HostMemory], digests: Path) -> str:
-    """A hash of the checkpoint's files, the settings, the layout of the blocks, the versions and the instruction set.
+    """Hash the checkpoint's files, the settings, the block layout, the versions and the instruction set.
 
-    memory: of the ranks. digests: a directory that remembers the hashes of files; reading all weights takes a while.
-    Raises OSError."""
+    memory: of the ranks. digests: a directory that caches the hashes of files, because reading all weights takes a
+    while. Raises OSError.
+    """
     settings = {name: value for name, value in asdict(config).items() if name not in IRRELEVANT}
     suffixes: tuple[str, ...] = SUFFIXES
     if config.load_format == "dummy":
@@ -66,7 +67,7 @@ def find_identity(config: Config, layout: CacheLayout, memory: Sequence[HostMemo
 
 
 def _find_digest(path: Path, digests: Path) -> str:
-    """Return the SHA-256 of a file, which is computed again only when the file changes."""
+    """Return the SHA-256 of a file; it is recomputed only if the file has changed."""
     target = path.resolve()
     status = target.stat()
     known = f"{target} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

@@ -11,15 +11,14 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.kv_offload.disk_store import DiskBlockStore
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 
-SHARE_OF_FREE = 0.5  # share of the disk's free bytes that blocks may take without --kv-offload-dir-size
+SHARE_OF_FREE = 0.5  # share of the disk's free bytes for blocks without --kv-offload-dir-size
 
 
 def open_store(config: Config, layout: CacheLayout, memory: Sequence[HostMemory]) -> DiskBlockStore | None:
-    """None if no blocks go to disk. memory: the slots of the ranks. Raises OptionError if the directory cannot be
-    used."""
+    """Return None if no blocks go to disk. memory: the slots of the ranks. Raises OptionError for a bad directory."""
     if config.kv_offload_dir is None or not memory:
         return None
-    # It imports torch, which would delay a start without a store.
+    # Imports torch, which would delay a start without a store.
     from serve_llm.engine.kv_offload.identity import find_identity
 
     directory = Path(config.kv_offload_dir).expanduser()

@@ -1,6 +1,6 @@
-"""Checks, before a request is scheduled, that its adapter's files are still what the server has checked.
+"""Check, before a request is scheduled, that its adapter's files have not changed since the server checked them.
 
-Files are read again only if they were touched since, in a thread, so that running requests do not wait.
+Files are read again only if they were touched since, and in a thread, so that running requests do not wait.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class AdapterChecker:
     """Use it only in the engine's thread."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Adapter, Stamp] = OrderedDict()  # files that had the adapter's digest, latest last
+        self._known: OrderedDict[Adapter, Stamp] = OrderedDict()  # files with the adapter's digest, most recent last
         self._threads = ThreadPoolExecutor(1, "adapters")
 
     def check(self, adapter: Adapter) -> Future[str]:
-        """Begin to check an adapter. The result is an error for users, or "" if its files are as they were."""
+        """Start to check an adapter. The result is an error for users, or "" if its files are unchanged."""
         return self._threads.submit(self._find_error, adapter)
 
     def _find_error(self, adapter: Adapter) -> str:

@@ -1,4 +1,4 @@
-"""Which adapters a rank holds: those in its slots, and others in host memory, of which the oldest are forgotten."""
+"""Which adapters a rank holds: in its slots and in host memory, where the least recently used are dropped."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ Kept = TypeVar("Kept")
 
 
 class AdapterMemory(Generic[Kept]):
-    """The engine has one for ranks on other hosts, and so knows what they hold: all go through the same steps."""
+    """The engine keeps one on behalf of ranks on other hosts, and so knows what they hold: all see the same steps."""
 
     def __init__(self, max_kept: int) -> None:
-        """max_kept: adapters in host memory, those in slots included; those in slots are kept in any case."""
+        """max_kept: limit on the adapters in host memory, including those in slots; those in slots are always kept."""
         self._max_kept = max_kept
         self._digests: dict[int, str] = {}  # by slot
-        self._kept: OrderedDict[str, Kept] = OrderedDict()  # by digest, the latest last
+        self._kept: OrderedDict[str, Kept] = OrderedDict()  # by digest, most recent last
 
     def is_in_slot(self, digest: str, slot: int) -> bool:
         return self._digests.get(slot) == digest
 
     def find(self, digest: str) -> Kept | None:
-        """What is kept of an adapter."""
+        """Return what is kept of an adapter."""
         return self._kept.get(digest)
 
     def clear(self, slot: int) -> None:
-        """The slot is about to get another adapter."""
+        """Clear the slot, which is about to get another adapter."""
         self._digests.pop(slot, None)
 
     def put(self, digest: str, slot: int, kept: Kept) -> None:
-        """The adapter is in the slot from now on. Forget the least recently used ones that are in none."""
+        """Record that the adapter is in the slot. Drop the least recently used adapters that are in no slot."""
         self._digests[slot] = digest
         self._kept[digest] = kept
         self._kept.move_to_end(digest)

@@ -1,6 +1,6 @@
-"""Copies of the base model's tensors in adapters: PEFT stores the whole embedding or LM head beside what adapts it.
+"""Copies of the base model's tensors in adapters: PEFT stores the whole embedding or LM head next to its adapter.
 
-They are only accepted where they are equal to the checkpoint's own, so that they need not be loaded. No torch.
+They are accepted only if they equal the checkpoint's own, so that they need not be loaded. No torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from serve_llm.common.errors import AdapterError
 from serve_llm.engine.lora.tensors import AdapterTensor, to_float32
 
-CHUNK_BYTES = 1 << 24  # compared at a time
+CHUNK_BYTES = 1 << 24  # numbers compared at a time
 
 
 class BaseCopy(NamedTuple):
     name: str  # the tensor's name in the adapter
-    stored: tuple[str, ...]  # names that the checkpoint may have for it
+    stored: tuple[str, ...]  # possible names in the checkpoint
     tensor: AdapterTensor
 
 
@@ -33,7 +33,7 @@ class _CheckpointTensor(NamedTuple):
 
 def check_base_copies(copies: Iterable[BaseCopy], directory: Path) -> None:
     """Raise AdapterError if a copy differs from the tensor in the checkpoint `directory`. A copy in another dtype is
-    equal if the checkpoint's numbers, rounded to it, are."""
+    equal if the checkpoint's numbers, rounded to that dtype, are equal."""
     copies = list(copies)
     if not copies:
         return
@@ -79,19 +79,19 @@ def _is_equal(base: _CheckpointTensor, copy: AdapterTensor) -> bool:
 
 
 def _read_copy(copy: AdapterTensor) -> Iterator[np.ndarray]:
-    """Its numbers as float32, some at a time."""
+    """Yield the tensor's numbers as float32, in pieces."""
     data = memoryview(copy.data)
     for start in range(0, len(data), CHUNK_BYTES):
         yield to_float32(copy.dtype, data[start : start + CHUNK_BYTES])
 
 
 def _round(numbers: np.ndarray, dtype: str) -> np.ndarray:
-    """To the nearest numbers of dtype, as float32."""
+    """Round to the nearest numbers of dtype, returned as float32."""
     if dtype == "F16":
         with np.errstate(over="ignore"):
             return numbers.astype(np.float16).astype(np.float32)
     if dtype == "BF16":
         bits = numbers.view(np.uint32)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # ties to even
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # round ties to even
         return rounded.astype(np.uint32).view(np.float32)
     return numbers

@@ -1,7 +1,7 @@
 """Check an adapter before it is served: `python -P -m serve_llm.engine.lora.check`, started by the server.
 
-A process of its own, because a hostile file may take any time and memory. Reads an `AdapterCheck` from its standard
-input and writes an `AdapterVerdict`.
+Runs as a separate process, because a hostile file may take unlimited time and memory. Reads an `AdapterCheck` from
+standard input and writes an `AdapterVerdict`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from serve_llm.common.messages import AdapterCheck, AdapterVerdict
 from serve_llm.engine.lora.base_copies import check_base_copies
 from serve_llm.engine.lora.files import read_adapter
 
-# Processor time for an adapter's regular expressions. Each rank matches them again whenever it loads the adapter.
+# Limit on the processor time for an adapter's regular expressions. Each rank matches them whenever it loads the
+# adapter.
 PATTERN_SECONDS = 1.0
 
 
@@ -40,7 +41,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _limit_patterns() -> Iterator[None]:
-    """Raise AdapterError in the block when its time is over, in the middle of a match too."""
+    """Raise AdapterError in the block when its time is over, even in the middle of a match."""
 
     def refuse(*_: object) -> None:
         raise AdapterError(f"rank_pattern and alpha_pattern take more than {PATTERN_SECONDS:g} s to match")

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json, closed-world: every key is used, cannot change the computation, or is refused by name."""
+"""Strict reading of PEFT's adapter_config.json: every key is used, known to be harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ REASONS = {
     "alora_invocation_tokens": "activated LoRA is not supported",
     "megatron_config": "Megatron's parallel layers are not supported",
 }
-# Initialisations that also change the base model's weights: the file alone does not reproduce the model.
+# Initialisations that also change the base model's weights: the adapter's files alone do not define the model.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 ALL_LINEAR = "all-linear"
 
 
 class ProductConfig(NamedTuple):
-    """What the config says of an adapted module."""
+    """What the config says about an adapted module."""
 
     rank: int
-    scale: float  # the factor of the product
+    scale: float  # factor of the low-rank product
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class AdapterConfig:
     is_rank_stabilised: bool  # rsLoRA: the scale is alpha / sqrt(rank)
     rank_pattern: ModulePatterns[int]
     alpha_pattern: ModulePatterns[float]
-    modules: tuple[str, ...] | None  # ends of names of adapted modules; None: the tensors say which
-    parameters: tuple[str, ...]  # ends of names of adapted parameters: experts' weights, routers' with .weight
-    is_all_linear: bool  # all linear layers of attention and feed-forward networks are adapted
+    modules: tuple[str, ...] | None  # suffixes of the names of adapted modules; None: the tensors determine them
+    parameters: tuple[str, ...]  # suffixes of adapted parameters' names: experts' weights, routers' with .weight
+    is_all_linear: bool  # adapt all linear layers of attention and feed-forward networks
     use_dora: bool  # each module also has a magnitude for each of its outputs
-    ties_weights: bool  # adapters of an embedding apply to the LM head that is tied to it, and the reverse
+    ties_weights: bool  # an embedding's adapter also applies to a tied LM head, and vice versa
 
     def find_product(self, module: str) -> ProductConfig:
         rank = self.rank_pattern.find(module, self.rank)
@@ -60,12 +60,12 @@ class AdapterConfig:
         return ProductConfig(rank, alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank))
 
     def adapts(self, module: str, kind: str = "linear") -> bool | None:
-        """Whether the config names the module; None if only the tensors say it. kind: of its `LoRATarget`."""
+        """Whether the config names the module; None if only the tensors determine it. kind: as in `LoRATarget`."""
         if kind == "experts":
             return self.names_parameter(module)
         if kind == "router" and self.names_parameter(f"{module}.weight"):
             return True
-        if self.is_all_linear:  # routers and experts are linear layers in some versions of transformers only
+        if self.is_all_linear:  # only some versions of transformers have routers and experts as linear layers
             return None if kind in ("router", "expert") else kind == "linear"
         return None if self.modules is None else _is_named(module, self.modules)
 

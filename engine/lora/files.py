@@ -24,13 +24,13 @@ from serve_llm.engine.lora.base_copies import BaseCopy
 from serve_llm.engine.lora.config import AdapterConfig, ProductConfig, read_adapter_config
 from serve_llm.engine.lora.tensors import AdapterTensor, check_tensor
 
-PREFIX = "base_model.model."  # before the module's name in those of PEFT's tensors
+PREFIX = "base_model.model."  # prefix of module names in PEFT's tensors
 DOWN = ".lora_A.weight"  # (rank, inputs)
 UP = ".lora_B.weight"  # (outputs, rank)
 MAGNITUDE = ".lora_magnitude_vector"  # (outputs,); with DoRA
 EMBEDDING_DOWN = ".lora_embedding_A"  # (rank, vocabulary)
 EMBEDDING_UP = ".lora_embedding_B"  # (embedding size, rank)
-INNER = ".base_layer"  # a module inside another adapter of the same module
+INNER = ".base_layer"  # a module nested in another adapter of the same module
 OUTER = ("embedding", "head")  # kinds of `LoRATarget` outside the layers
 COPIES = (".base_layer.weight", ".weight")  # the base model's own weight
 BIAS_COPIES = (".base_layer.bias", ".bias")
@@ -47,18 +47,18 @@ MAX_HEADER_BYTES = 16 << 20
 
 
 class AdapterModule(NamedTuple):
-    """What an adapter makes of a module with weight W: (W + scale * up @ down) x. Of an embedding, x has a 1 at the id.
+    """The adapter of a module with weight W, which becomes (W + scale * up @ down) x. For an embedding, x is one-hot.
 
-    With DoRA (arXiv:2402.09353) each row of that sum is brought to the length that `magnitude` says. The weights of all
-    experts are one module, as PEFT stores them: `down` those of one expert after the other, `up` by (rank, expert).
+    With DoRA (arXiv:2402.09353), each row of that sum is scaled to the length in `magnitude`. The weights of all
+    experts form one module, as PEFT stores them: `down` expert by expert, `up` ordered by (rank, expert).
     """
 
-    down: AdapterTensor  # (rank, inputs); of experts (experts * rank, inputs), `is_swapped` (experts * rank, outputs)
-    up: AdapterTensor  # (outputs, rank); of experts (outputs, rank * experts), `is_swapped` (inputs, rank * experts)
+    down: AdapterTensor  # (rank, inputs); for experts (experts * rank, inputs); `is_swapped`: (experts * rank, outputs)
+    up: AdapterTensor  # (outputs, rank); for experts (outputs, rank * experts); `is_swapped`: (inputs, rank * experts)
     scale: float
     magnitude: AdapterTensor | None = None  # (outputs,)
     members: int = 1
-    is_swapped: bool = False  # PEFT took the weight's inputs for its outputs, so `down` and `up` are those of W^T
+    is_swapped: bool = False  # PEFT mistook the weight's inputs for its outputs, so `down` and `up` are those of W^T
 
 
 class AdapterContents(NamedTuple):
@@ -75,8 +75,8 @@ def read_adapter(
 ) -> AdapterContents:
     """Read and check the adapter of a directory.
 
-    targets: the modules that an adapter may adapt, by each name that they may have. limit_time: limits what regular
-    expressions of a file that nobody has checked may take. Raises AdapterError.
+    targets: the modules that can be adapted, by each of their possible names. limit_time: limits the time for regular
+    expressions in a file that has not been checked. Raises AdapterError.
     """
     if not directory.is_dir():
         raise AdapterError(f"{directory} is not a directory with {CONFIG} and {WEIGHTS}")
@@ -97,7 +97,7 @@ def read_adapter(
 def read_files(
     directory: Path, most_config_bytes: int | None = None, most_weight_bytes: int | None = None
 ) -> AdapterFiles:
-    """Raises AdapterError if they cannot be read or are larger."""
+    """Raises AdapterError if the files cannot be read or are too large."""
     config = _read(directory / CONFIG, most_config_bytes)
     return AdapterFiles(config, _read(directory / WEIGHTS, most_weight_bytes))
 
@@ -109,7 +109,7 @@ def parse_adapter(
     max_rank: int,
     limit_time: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> AdapterContents:
-    """See `read_adapter`. directory: where the files are, for errors."""
+    """See `read_adapter`. directory: the location of the files, for errors."""
     digest = _compute_digest(files)
     try:
         raw = json.loads(files.config)
@@ -132,7 +132,7 @@ def parse_adapter(
 
 
 def compute_digest(directory: Path) -> str:
-    """The digest of the files as they are now. Raises AdapterError."""
+    """Compute the digest of the files as they are now. Raises AdapterError."""
     return _compute_digest(read_files(directory))
 
 
@@ -152,16 +152,16 @@ def _read(path: Path, most: int | None = None) -> bytes:
 class _TensorName(NamedTuple):
     """The parts of a tensor's name."""
 
-    module: str  # as the file calls it
+    module: str  # as it is called in the file
     kind: str
     target: LoRATarget
-    configured: str  # the module or parameter that the config's patterns name
+    configured: str  # the module or parameter that the config's patterns match
 
 
 def _split_names(
     config: AdapterConfig, tensors: Mapping[str, AdapterTensor], targets: Mapping[str, LoRATarget]
 ) -> dict[str, _TensorName]:
-    """By the tensor's name, sorted. Raises AdapterError unless all are tensors of modules that can be adapted."""
+    """Split each tensor's name, sorted. Raises AdapterError unless all belong to modules that can be adapted."""
     stacks: dict[str, list[str]] = {}  # module -> its parameters that the config names, in order
     for parameter, target in targets.items():
         if target.kind == "experts" and config.names_parameter(parameter):
@@ -184,7 +184,7 @@ def _split_name(name: str, targets: Mapping[str, LoRATarget], stacks: Mapping[st
 
 
 def _find_stack(module: str, stacks: Mapping[str, list[str]]) -> str | None:
-    """The experts' parameter that has tensors of this name. Of two, PEFT stores the first one inside the other."""
+    """Return the experts' parameter to which a tensor of this name belongs. PEFT nests the first inside the other."""
     outer = module.removesuffix(INNER)
     parameters = stacks.get(outer, [])
     if outer != module and len(parameters) < 2:
@@ -201,7 +201,7 @@ def _match(
     max_rank: int,
 ) -> dict[str, AdapterModule]:
     modules: dict[str, AdapterModule] = {}
-    found: dict[str, str] = {}  # module of a target -> the same as the file calls it
+    found: dict[str, str] = {}  # module of a target -> its name in the file
     for name, split in names.items():
         module, kind, target, configured = split
         if kind in (*COPIES, *BIAS_COPIES):
@@ -229,8 +229,8 @@ def _match(
 def _check_complete(
     config: AdapterConfig, modules: Mapping[str, AdapterModule], targets: Mapping[str, LoRATarget]
 ) -> None:
-    """Raise AdapterError if a module lacks that the config names. Experts are modules in some versions of transformers
-    only, so the file may lack them all."""
+    """Raise AdapterError if a module that the config names is missing. Experts are modules only in some versions of
+    transformers, so the file may lack all of them."""
     experts = {name.rpartition(".")[2] for name in modules if targets[name].kind == "expert"}
     for spelling, target in targets.items():
         if target.module in modules or not config.adapts(spelling, target.kind):
@@ -243,7 +243,7 @@ def _check_complete(
 
 
 def _check_tied(modules: Mapping[str, AdapterModule], targets: Mapping[str, LoRATarget]) -> None:
-    """Of an embedding and an LM head that share their weights, the file must have both adapters or none."""
+    """Check that, if an embedding and an LM head share their weights, the file adapts both or none."""
     outer = {target.module: target for target in targets.values() if target.kind in OUTER}
     adapted = [target for name, target in outer.items() if name in modules]
     if len(adapted) != 1:
@@ -263,7 +263,7 @@ def _read_module(
     product: ProductConfig,
     max_rank: int,
 ) -> AdapterModule:
-    """name: of one of its tensors."""
+    """name: that of one of its tensors."""
     module, _, target, configured = name
     down_kind, up_kind = _KINDS[target.kind][:2]
     down = tensors.get(f"{PREFIX}{module}{down_kind}")

@@ -15,15 +15,15 @@ Value = TypeVar("Value")
 
 
 class ModulePatterns(Generic[Value]):
-    """As in PEFT, the first pattern counts that matches a module's whole name, or the end of it after a dot.
+    """As in PEFT, the first pattern wins that matches a module's whole name, or its end after a dot.
 
-    A pattern is a regular expression, but the usual one is a plain name. Those are looked up instead of matched, so
-    that a file may name each module; in them a dot is a dot. A regular expression may take any time: the process that
+    A pattern is a regular expression, but usually a plain name. Plain names are looked up instead of matched, so that a
+    file may name every module; in them, a dot is a dot. A regular expression may take unlimited time: the process that
     checks an adapter limits it (`engine.lora.check`).
     """
 
     def __init__(self, key: str, values: Mapping[str, Value]) -> None:
-        """key: names the patterns in errors. Raises AdapterError for one that is too long or no regular expression."""
+        """key: names the patterns in errors. Raises AdapterError for one that is too long or invalid."""
         self._values = list(values.values())
         self._names: dict[str, int] = {}  # plain name -> its index
         self._expressions: list[tuple[int, re.Pattern[str]]] = []
@@ -34,7 +34,7 @@ class ModulePatterns(Generic[Value]):
                 self._expressions.append((index, _compile(key, pattern)))
 
     def find(self, module: str, default: Value) -> Value:
-        """The value of a module. module: its whole name."""
+        """Return the value of a module. module: its whole name."""
         parts = module.split(".")
         ends = (".".join(parts[first:]) for first in range(len(parts)))
         named = min((self._names[end] for end in ends if end in self._names), default=len(self._values))

@@ -1,4 +1,4 @@
-"""Tensors of an adapter's file, without torch."""
+"""Tensors of an adapter file, without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AdapterTensor(NamedTuple):
 
 
 def check_tensor(name: str, tensor: AdapterTensor, shape: tuple[int, ...]) -> None:
-    """Raise AdapterError, which names the tensor, if it has another shape or numbers that are not finite."""
+    """Raise AdapterError, which names the tensor, if its shape is wrong or some numbers are not finite."""
     if tensor.dtype not in ELEMENT_BYTES:
         raise AdapterError(f"{WEIGHTS}: {name} is stored as {tensor.dtype}, not as one of {', '.join(ELEMENT_BYTES)}")
     if tensor.shape != shape:

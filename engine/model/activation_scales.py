@@ -22,7 +22,7 @@ ACTIVATIONS = {  # architecture -> the module of a layer that AutoAWQ replaces
 
 
 def add_activation_scales(spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
-    """As AutoAWQ writes checkpoints of these architectures."""
+    """Add the scales that AutoAWQ writes for these architectures."""
     module = ACTIVATIONS.get(spec.architecture)
     if module is None:
         return spec, weights
@@ -33,7 +33,7 @@ def add_activation_scales(spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpe
 
 
 def drop_absent_scales(spec: ModelSpec, weights: WeightMap, stored: Container[str]) -> tuple[ModelSpec, WeightMap]:
-    """Without them if the checkpoint has none, as other writers of AWQ leave them out. stored: names of tensors."""
+    """Drop the scales if the checkpoint has none, as other AWQ writers omit them. stored: names of tensors."""
     source = f"{ACTIVATIONS.get(spec.architecture, '')}.scales"
     kept = tuple(rule for rule in weights.rules if rule.source != source)
     is_stored = any(source.format(layer=index) in stored for index in range(len(spec.layers)))

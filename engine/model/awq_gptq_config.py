@@ -30,26 +30,27 @@ CALIBRATION = (  # how scales were found, and which kernels the writer used
 
 Rule = tuple[str, PackedIntegers | None]  # see `DynamicModules`
 UNQUANTISED = 16  # bits
-REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")  # a name with one of these is a pattern, see AutoRound
+REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")  # a name with one of these characters is a pattern, as in AutoRound
 
 
 def read_awq(config: ConfigReader) -> DynamicModules:
-    """Raises ModelError for other versions than "gemm", whose layouts differ."""
+    """Raises ModelError for versions other than "gemm", whose layouts differ."""
     for key in ("version", "format", "checkpoint_format"):
         config.choice(key, {"gemm": "gemm", "GEMM": "gemm"}, "gemm")
     config.only("desc_act", None, False)
-    config.ignore("sym")  # transformers writes it with any zero_point
+    config.ignore("sym")  # transformers writes it regardless of zero_point
     bits = _read_either(config, "bits", "w_bit")
     if bits != 4:
         raise ModelError(f"config.json: quantization_config: AWQ with {bits} bits is not supported (supported: 4)")
     group_size = _read_group_size(config, _read_either(config, "group_size", "q_group_size"))
-    has_zeros = config.flag("zero_point", True)  # without them each is stored as 8
+    has_zeros = config.flag("zero_point", True)  # otherwise each is stored as 8
     unconverted = config.names("modules_to_not_convert") or ()
     return _read_whole(config, PackedIntegers("awq", bits, group_size, is_symmetric=not has_zeros), unconverted)
 
 
 def read_gptq(config: ConfigReader) -> DynamicModules:
-    """`dynamic` maps regular expressions for module names to settings of their own; with "-:" before them, to none."""
+    """Read GPTQ settings. `dynamic` maps regular expressions for module names to settings of their own; those that
+    begin with "-:" exclude modules."""
     layouts: dict[str, Literal["gptq", "gptq_v2"]] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
     newer_key = config.choice("format", layouts, "gptq")
     layout = config.choice("checkpoint_format", layouts, newer_key)
@@ -61,8 +62,8 @@ def read_gptq(config: ConfigReader) -> DynamicModules:
 
 
 def read_autoround(config: ConfigReader) -> DynamicModules:
-    """The layouts of GPTQ and AWQ. `extra_config` has settings for modules, by name or regular expression; with 16 bits
-    they are not quantised."""
+    """Read AutoRound's settings, for the layouts of GPTQ and AWQ. `extra_config` has settings for modules, by name or
+    regular expression; modules with 16 bits are not quantised."""
     layouts: dict[str, Literal["awq", "gptq"]] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
     layout = config.choice("packing_format", layouts, "")
     bits = _read_bits(config, None)
@@ -121,7 +122,7 @@ def _read_rules(config: ConfigReader, whole: PackedIntegers) -> tuple[Rule, ...]
 
 
 def _read_own_format(where: str, changes: ConfigReader, whole: PackedIntegers) -> PackedIntegers | None:
-    """The format of modules with settings of their own; None with 16 bits."""
+    """Read the format of modules with settings of their own; None with 16 bits."""
     group_size = changes.integer("group_size", whole.group_size or -1, lowest=-1)
     bits = changes.integer("bits", whole.bits)
     own = replace(

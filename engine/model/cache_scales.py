@@ -1,6 +1,6 @@
-"""The scales of keys and values that a checkpoint was calibrated with for a KV cache in fp8. Torch-free.
+"""The scales of keys and values with which a checkpoint was calibrated for an fp8 KV cache. Torch-free.
 
-compressed-tensors, AutoFP8 and Model Optimizer store them beside the projections, one per layer or one per KV head.
+compressed-tensors, AutoFP8 and Model Optimizer store them next to the projections, one per layer or one per KV head.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from serve_llm.engine.model.weight_map import WeightRule
 logger = logging.getLogger(__name__)
 
 CALIBRATED = ("compressed-tensors", "fp8", "modelopt")  # values of quant_method
-INPUTS = ("k", "kv_down")  # the projections beside which scales are stored
-# Names in a layer's attention module; those of both come last.
+INPUTS = ("k", "kv_down")  # projections next to which scales are stored
+# Names in a layer's attention module; names that apply to both come last.
 NAMES = ("{kind}_scale", "{kind}_proj.{kind}_scale", "attn.{kind}_scale", "{kind}_proj.output_scale", "kv_scale")
 
 
 def is_calibrated(config: Mapping[str, object]) -> bool:
-    """Whether the checkpoint's scales are those of an fp8 KV cache. config: `quantization_config`."""
+    """Whether the checkpoint's scales are for an fp8 KV cache. config: `quantization_config`."""
     method = config.get("quant_method")
     stored = config.get("quantization")
     if method == "modelopt" and isinstance(stored, Mapping):  # as in hf_quant_config.json

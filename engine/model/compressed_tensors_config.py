@@ -20,7 +20,7 @@ from serve_llm.engine.model.weight_format import (
     WeightFormat,
 )
 
-CLASSES = ("Linear", "Embedding")  # whose modules groups may name
+CLASSES = ("Linear", "Embedding")  # modules that groups may name
 CALIBRATION = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how scales were found
 
 
@@ -46,7 +46,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     default_format = config.text("format")
     config.only("quantization_status", None, "compressed", "frozen")
     config.empty("transform_config")
-    if cache := config.inner("kv_cache_scheme"):  # `cache_scales` reads it where the cache is in fp8
+    if cache := config.inner("kv_cache_scheme"):  # `cache_scales` reads it if the cache is in fp8
         _ignore_activations("kv_cache_scheme", cache)
     config.ignore("global_compression_ratio", "version")
     if sparsity := config.inner("sparsity_config"):
@@ -68,7 +68,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
 
 
 def _is_for_activations_only(config: ConfigReader) -> bool:
-    """Whether the group does not specify weights, like groups of attention modules. It then has no effect."""
+    """Whether the group specifies no weights, like groups of attention modules. It then has no effect."""
     if config.inner("weights") is not None:
         return False
     config.ignore("format")
@@ -81,7 +81,7 @@ def _is_for_activations_only(config: ConfigReader) -> bool:
 
 
 def _read_group(config: ConfigReader, default_format: str | None) -> tuple[FormatGroup, bool]:
-    """The group, and whether it is of int8 weights and activations of all linear modules, see `Int8Checkpoint`."""
+    """Read the group, and whether it is int8 weights and activations of all linear modules, see `Int8Checkpoint`."""
     stored = config.text("format") or default_format
     config.empty("output_activations")
     weights = config.require("weights")
@@ -103,9 +103,10 @@ def _read_group(config: ConfigReader, default_format: str | None) -> tuple[Forma
 
 
 def _ignore_activations(where: str, config: ConfigReader) -> bool:
-    """Whether they are int8, rounded token by token. All others are not rounded, which is more exact.
+    """Return whether activations are int8, rounded per token. All others are not rounded, which is more exact.
 
-    Raises ModelError for an unknown number format."""
+    Raises ModelError for an unknown number format.
+    """
     bits = config.integer("num_bits")
     kind = config.choice("type", {"int": "int", "float": "float"}, "int")
     if bits not in (4, 8):
@@ -142,7 +143,7 @@ def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
 
 
 def _read_int8(weights: ConfigReader) -> WeightFormat:
-    """4-bit integers are also stored one per byte."""
+    """Read int8 weights. 4-bit integers may also be stored one per byte."""
     weights.only("type", "int")
     weights.empty("block_structure")
     weights.only("actorder", None, "weight", "static")  # whose groups are of neighbouring inputs

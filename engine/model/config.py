@@ -22,10 +22,10 @@ HARMLESS = frozenset(
     "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params custom_pipelines "
     "classifier_dropout sentence_transformers sbert_ce_default_activation_function is_matryoshka matryoshka_dimensions "
     "return_dict return_dict_in_generate output_attentions output_hidden_states output_scores output_router_logits "
-    # token ids: the tokenizer's and generation_config.json's matter
+    # token ids: those of the tokenizer and generation_config.json count
     "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
     "forced_eos_token_id tokenizer_class prefix "
-    # defaults for generation: generation_config.json's matter
+    # generation defaults: those of generation_config.json count
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "bad_words_ids num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
@@ -34,30 +34,30 @@ HARMLESS = frozenset(
     "use_cache initializer_range attention_dropout chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
     "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
     "_experts_implementation gradient_checkpointing pretraining_tp is_decoder neftune_noise_alpha lora_rank ep_size "
-    # the window that `use_sliding_window`, a key of its own, switches on
+    # a window that takes effect only with `use_sliding_window`, a separate key
     "max_window_layers "
-    # what the tokenizer's files or the Hub's cache say
+    # also stated by the tokenizer's files or the Hub's cache
     "model_max_length _commit_hash force_download resume_download local_files_only trust_remote_code "
     # only in encoder-decoder models, which `REFUSED` excludes
     "cross_attention_hidden_size tie_encoder_decoder".split()
 )
-# Keys of any name like these: settings of the tokenizer, of training, of the random weights before it, and of the parts
-# for images beside the text part of LLaVA.
+# Harmless by name: settings of the tokenizer, of training and its random initial weights, and of the image parts around
+# the text part of LLaVA.
 HARMLESS_NAMES = re.compile(r"tokenizer_.+|.+_pdrop|(.+_)?dropout(_prob|_rate|_p)?|initializer_.+|.+_loss_coef|mm_.+")
-# Flags of any name like these: what training changes, and by which code attention is computed.
+# Harmless flags by name: training, and the choice of code that computes attention.
 HARMLESS_FLAGS = re.compile(
     r"(freeze|tune)_.+|(use_)?(flash_att(entio)?n|memory_efficient_attention|sdpa|xformers)(_2)?"
 )
-# Flags for additional parts and outputs: false asks for what a model computes without them ...
+# Flags for additional parts and outputs: false means the plain model ...
 ADDITIONS = re.compile(r"(use|add|enable|with|has)_.+|output_(?!proj|layer).+")
-# ... unless the name has one of these words, for parts that every model has.
+# ... unless the name contains one of these words for parts that every model has.
 USUAL_PARTS = frozenset(
     "attention causal mask masks rope rotary position positions positional norm norms layernorm rmsnorm rms scale "
     "scaling residual residuals gate gated glu swiglu softmax mlp".split()
 )
 TINIEST = 1e-37  # smallest accepted magnitude, within float32's range
 LARGEST = 1e38  # largest accepted magnitude, within float32's range
-REFUSED = {  # these change the computation, so they are served only when they are off
+REFUSED = {  # these change the computation, so they are supported only when off
     "is_encoder_decoder": "encoder-decoder models",
     "add_cross_attention": "cross-attention layers",
     "pruned_heads": "pruned heads",
@@ -93,27 +93,27 @@ class ConfigReader:
         return tuple(self._values)
 
     def names_code(self, repository: str) -> bool:
-        """Whether the code that the checkpoint brings is that of a repository on the Hub, as `auto_map` or
-        `_name_or_path` says."""
+        """Whether `auto_map` or `_name_or_path` says that the checkpoint's code comes from a repository on the Hub."""
         places = [self._values.get("_name_or_path"), *self.mapping("auto_map").values()]
         return any(str(place).partition("--")[0] == repository for place in places)
 
     def names_code_class(self, name: str) -> bool:
-        """Whether `auto_map` names a class of this name in the code that the checkpoint brings."""
+        """Whether `auto_map` names a class of this name in the checkpoint's code."""
         return any(str(place).rpartition(".")[2] == name for place in self.mapping("auto_map").values())
 
     def set_defaults(self, **values: object) -> None:
-        """Set defaults of keys that are missing in the file."""
+        """Set defaults of keys that the file lacks."""
         self._values = values | self._values
 
     def inherit(self, key: str, outer: ConfigReader) -> None:
-        """Read the key as the file around this object has it, unless the object has it too. It need not be read."""
+        """Take the key from the enclosing object unless this object has it. It need not be read."""
         self._taken.add(key)
         if key in outer._values:
             self._values.setdefault(key, outer._values[key])
 
     def renamed(self, names: Mapping[str, str]) -> ConfigReader:
-        """The same file with renamed keys: those in the values of `names` are read under the names that map to them."""
+        """Return a reader of the same file with renamed keys: a key in the values of `names` is read under its mapped
+        name."""
         own_names = {name: key for key, name in names.items()}
         renamed = copy.copy(self)
         renamed._values = {own_names.get(key, key): value for key, value in self._values.items()}
@@ -122,13 +122,13 @@ class ConfigReader:
         return renamed
 
     def without(self, key: str) -> ConfigReader:
-        """The same file without a key that has been read."""
+        """Return a reader of the same file without a key that has been read."""
         other = copy.copy(self)
         other._values = {name: value for name, value in self._values.items() if name != key}
         return other
 
     def is_null(self, key: str) -> bool:
-        """Whether the file contains null, if that differs from an absent key."""
+        """Whether the file contains null, where that differs from an absent key."""
         self._taken.add(key)
         return key in self._null
 
@@ -143,7 +143,7 @@ class ConfigReader:
         return ModelError(f"{self._where}: {key} is missing")
 
     def integer(self, key: str, default: int | None = None, *, lowest: int = 1, highest: int = 2**31 - 1) -> int:
-        """A whole number from `lowest` to `highest`; without a default it must be there."""
+        """Read a whole number from `lowest` to `highest`; required without a default."""
         value = self._take(key)
         if value is None:
             if default is None:
@@ -156,12 +156,11 @@ class ConfigReader:
         return value
 
     def layers(self, key: str) -> int:
-        """The number of layers. Bounded, because lists with an entry per layer are built before any weight is read."""
+        """Read the number of layers. Bounded, because lists of layers are built before any weight is read."""
         return self.integer(key, highest=10_000)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0 that float32 holds, so that sums with it do not leave their range; without a default it must
-        be there."""
+        """Read a number above 0 within float32's range with room for sums; required without a default."""
         value = self._take(key)
         if value is None:
             if default is None:
@@ -172,7 +171,7 @@ class ConfigReader:
         return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A required list of numbers, each as `number` reads it."""
+        """Read a required list of numbers, each as in `number`."""
         values = self._take(key)
         if values is None:
             raise self._missing(key)
@@ -182,7 +181,7 @@ class ConfigReader:
         return tuple(listed.number(f"{key}[{index}]") for index in range(count))
 
     def integers(self, key: str, *, lowest: int = 0, highest: int) -> tuple[int, ...] | None:
-        """A list of whole numbers from `lowest` to `highest`, or None when it is absent."""
+        """Read a list of whole numbers from `lowest` to `highest`, or None if it is absent."""
         values = self._take(key)
         if values is None:
             return None
@@ -199,7 +198,7 @@ class ConfigReader:
         return value
 
     def flag_or(self, key: str, word: str | int) -> bool:
-        """A flag for which the file may also contain a word or number, which means true. False if absent."""
+        """Read a flag for which the file may also contain a word or number, which means true. False if absent."""
         value = self._take(key)
         if value == word:
             return True
@@ -208,14 +207,14 @@ class ConfigReader:
         return bool(value)
 
     def text(self, key: str) -> str | None:
-        """A string, or None when it is absent."""
+        """Read a string, or None if it is absent."""
         value = self._take(key)
         if value is not None and not isinstance(value, str):
             raise self._wrong(key, "a string", value)
         return value
 
     def choice(self, key: str, allowed: Mapping[str, Choice], default: str) -> Choice:
-        """The entry of `allowed` for the file's value."""
+        """Return the entry of `allowed` for the file's value."""
         value = self._take(key)
         if value is None:
             value = default
@@ -224,7 +223,7 @@ class ConfigReader:
         return allowed[value]
 
     def names(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings, or None when it is absent."""
+        """Read a list of strings, or None if it is absent."""
         value = self._take(key)
         if value is None:
             return None
@@ -242,8 +241,8 @@ class ConfigReader:
             raise ModelError(f"{self._where}: {key} {value!r} is not supported (supported: {supported})")
 
     def inner(self, key: str) -> ConfigReader | None:
-        """The object under the key, to be taken and `done()` likewise, the same one each time; None when it is absent
-        or empty."""
+        """Return a reader of the object under the key, the same one each time; None if it is absent or empty. Its
+        `done()` must be called too."""
         value = self._take(key)
         if value is None or value == {}:
             return None
@@ -251,24 +250,24 @@ class ConfigReader:
             raise self._wrong(key, "an object", value)
         if key not in self._objects:
             inside = {name.removeprefix(f"{key}.") for name in self._allowed if name.startswith(f"{key}.")}
-            self._allowed -= {f"{key}.{name}" for name in inside}  # the object's own done() looks for them
+            self._allowed -= {f"{key}.{name}" for name in inside}  # its own done() reports them
             self._objects[key] = ConfigReader(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
         return self._objects[key]
 
     def mapping(self, key: str) -> Mapping[str, object]:
-        """The object under the key as it is in the file; empty if there is none. It does not count as read."""
+        """Return the object under the key as it is in the file; empty if there is none. It does not count as read."""
         value = self._values.get(key)
         return value if isinstance(value, Mapping) else {}
 
     def last(self, key: str) -> ConfigReader | None:
-        """As `inner`, or of the last object of a list."""
+        """Like `inner`, for the last object of a list."""
         value = self._values.get(key)
         if isinstance(value, list) and value:
             self._values[key] = value[-1]
         return self.inner(key)
 
     def require(self, key: str) -> ConfigReader:
-        """As `inner`, of what must be there."""
+        """Like `inner`, for a required object."""
         found = self.inner(key)
         if found is None:
             raise self._missing(key)

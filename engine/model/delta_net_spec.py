@@ -1,5 +1,4 @@
-"""Gated DeltaNet (arXiv:2412.06464), a mixer that keeps a state instead of KV. Torch-free; a part of
-`engine.model.spec`."""
+"""Gated DeltaNet (arXiv:2412.06464), a mixer with a state instead of KV. Torch-free; part of `engine.model.spec`."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ STATE_UNIT = 16  # a row of the state is padded to a multiple of this, as `kerne
 class DeltaNetSpec:
     """A causal convolution over queries, keys and values, then the gated delta rule, then a gated norm.
 
-    Its heads are those of the values; each key head, with its queries, serves as many consecutive ones as KV heads
-    serve query heads. A sequence has a state: the last inputs of the convolution and one matrix per head, in float32.
+    Its heads are value heads; each key head, with its queries, serves several consecutive value heads, as a KV head
+    serves query heads. The state of a sequence is the last inputs of the convolution and one float32 matrix per head.
     """
 
     num_heads: int
     num_kv_heads: int  # heads of keys and queries
     key_dim: int  # numbers of a head's key or query
     value_dim: int  # numbers of a head's value
-    conv_kernel: int  # tokens that the convolution reads, the newest included
+    conv_kernel: int  # tokens that the convolution reads, including the newest
     norm_eps: float  # RMS norm of every head's output
 
     rope: ClassVar[None] = None

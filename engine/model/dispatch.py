@@ -1,9 +1,9 @@
 """Experts distributed over data-parallel engines: a rank sends its tokens' rows to the ranks that hold the experts.
 
-Rows go out sorted by the slot that computes them, so in rank order, and come back in the same order. The sum over a
-token's experts is that of `kernels.moe`: weighted, in float32, in order of the choices, rounded once. A row's bits are
-those of one rank with all these experts, whatever tokens the other ranks bring and wherever experts are, if the kernels
-compute a row independently of the others (always on a CPU, with `--batch-invariant` on a GPU).
+Rows go out sorted by the slot that computes them, and therefore by rank, and come back in the same order. The sum over
+a token's experts is that of `kernels.moe`: weighted, in float32, in order of the choices, rounded once. A row's bits
+are the same as if one rank held all these experts, whatever tokens the other ranks bring and wherever experts are, if
+the kernels compute a row independently of the others (always on a CPU, with `--batch-invariant` on a GPU).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ExpertDispatch:
     reads_back = True
 
     def __init__(self, experts: PackedExperts, span: range, placement: Placement, group: AllToAll) -> None:
-        """experts: of this rank, numbered by its slots. span: the numbers of the group's experts. placement: where
-        they are."""
+        """experts: those of this rank, numbered by its slots. span: the numbers of the group's experts. placement:
+        where they are."""
         self.experts = experts
         self.span = span
         self.group = group
-        self.num_rows: Tensor | None = None  # (experts,) int64: counts the rows of all ranks, once it is set
+        self.num_rows: Tensor | None = None  # (experts,) int64: if set, counts the rows of all ranks
         self.place(placement)
 
     def place(self, placement: Placement) -> None:
@@ -116,7 +116,7 @@ class _Slots:
         return counts // self._num_copies + ((self._copies - ranks) % self._num_copies < counts % self._num_copies)
 
     def sort_rows(self, lengths: Tensor) -> Tensor:
-        """Indices that sort a rank's rows, which lie expert by expert, slot by slot. lengths: (slots,), rows of
+        """Return the indices that sort a rank's rows from expert by expert to slot by slot. lengths: (slots,), rows of
         each."""
         starts = torch.empty_like(lengths)
         sorted_lengths = lengths[self._by_expert]

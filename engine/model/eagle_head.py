@@ -1,7 +1,7 @@
 """An EAGLE-3 head (arXiv:2503.01840): a decoder layer over embeddings of ids and hidden states of the served model.
 
-Row q of a sequence has the embedding of id q + 1 and the state of id q, and guesses id q + 2. A state is three hidden
-states of the served model, which `fuse` makes one, or for an id that the head guessed itself, its own output there.
+Row q of a sequence has the embedding of id q + 1 and the state of id q, and predicts id q + 2. `fuse` makes one state
+of three hidden states of the served model; for an id that the head drafted itself, the state is its own output there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EagleHead:
     compute_angles: ComputeAngles
     final_norm: Norm
     lm_head: Forward
-    target_ids: Tensor | None  # (draft_vocab_size,) int64: the id that each output stands for; None: the same
+    target_ids: Tensor | None  # (draft_vocab_size,) int64: the id that each output stands for; None: equal numbers
     capturable: bool  # reads nothing back from the device, but `states` is a different tensor in each step
     collected_layers: tuple[int, ...] = ()
     collected: list[Tensor] = field(default_factory=list)
@@ -76,7 +76,7 @@ class EagleHead:
         return self.outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Decoder.logits`. Ids that the head cannot guess have the lowest number."""
+        """See `Decoder.logits`. Ids that the head cannot draft have the lowest possible logit."""
         logits = self.lm_head(self.final_norm(hidden))
         if self.target_ids is None:
             return logits

@@ -1,6 +1,6 @@
 """EAGLE-3 heads (arXiv:2503.01840): which hidden states of the served model they read, and their config.json. No torch.
 
-A head is one decoder layer that guesses ids from hidden states of the served model instead of from ids alone.
+A head is one decoder layer that predicts ids from hidden states of the served model instead of from ids alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families import llama
 from serve_llm.engine.model.spec import ModelSpec
 
-# As EAGLE's authors, SpecForge and vLLM's converters write it into config.json.
+# As written into config.json by EAGLE's authors, SpecForge and vLLM's converters.
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 NUM_STATES = 3  # hidden states of each token that a head reads
 FEWEST_LAYERS = 3
@@ -24,16 +24,16 @@ SPECULATORS_KEYS = ("draft_vocab_size", "norm_before_residual", "target_hidden_s
 
 @dataclass(frozen=True)
 class EagleSpec:
-    """What an EAGLE-3 head has beside the parts of its `ModelSpec`, a decoder of one layer."""
+    """What an EAGLE-3 head has in addition to its `ModelSpec`, a decoder of one layer."""
 
-    target_hidden_size: int  # that of the served model
-    draft_vocab_size: int  # ids that it can guess
+    target_hidden_size: int  # hidden size of the served model
+    draft_vocab_size: int  # ids that it can draft
     norm_before_residual: bool  # the residual stream begins with the normed hidden state
     state_layers: tuple[int, ...]  # layers of the served model, ascending, whose inputs the head reads
 
 
 def find_hidden_state_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers of the served model whose inputs a head reads that names none: a low, a middle and a high one."""
+    """Return the layers of the served model whose inputs a head reads by default: a low, a middle and a high one."""
     return tuple(sorted((2, num_layers // 2, num_layers - 3)))
 
 
@@ -71,7 +71,7 @@ def read_eagle(raw: Mapping[str, object], target: ModelSpec) -> tuple[ModelSpec,
 
 
 def _flatten(raw: Mapping[str, object]) -> dict[str, object]:
-    """The config.json of the library speculators as others write it. Raises ModelError."""
+    """Convert the config.json of the library speculators to the form that others write. Raises ModelError."""
     config = ConfigReader(raw)
     layer = config.inner(LAYER_CONFIG)
     if layer is None:
@@ -83,7 +83,7 @@ def _flatten(raw: Mapping[str, object]) -> dict[str, object]:
         raise ModelError("config.json: norm_before_residual is missing")
     config.empty("norm_before_fc", "fc_norm", "norm_output")
     config.ignore("tie_word_embeddings", "has_no_defaults_at_init")
-    config.ignore("speculators_config", "speculators_version")  # for which model, and how many guesses
+    config.ignore("speculators_config", "speculators_version")  # the served model, and the number of drafts
     config.ignore("embed_requires_grad", "enable_sp_ulysses")  # settings of its training
     config.ignore(*SPECULATORS_KEYS)
     config.done()
@@ -93,7 +93,7 @@ def _flatten(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _read_state_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """The layers that the file names, by their inputs as in vLLM; in `eagle_config` by their outputs, as in SGLang."""
+    """Return the layers that the file names, by inputs as in vLLM; in `eagle_config` by outputs, as in SGLang."""
     found = config.integers(LAYER_IDS, highest=num_layers - 1)
     inner = config.inner("eagle_config")
     if inner is not None:

@@ -30,7 +30,7 @@ FREE_SECONDS = 15.0  # wait for devices in use: those of processes that have jus
 TURN_SECONDS = 1.0  # additional time for each other engine that reserves devices at the same time
 CREATE_SECONDS = 5.0  # time for a placement group on free devices
 CREATE_POLL_SECONDS = 0.05
-TAKEN_POLLS = 4  # give a group up after this many without free devices; a pending group's own count as used
+TAKEN_POLLS = 4  # give up a group after this many checks without free devices; devices of a pending group count as used
 POLL_SECONDS = 0.2
 STORE_BYTES = 80_000_000  # object store of a cluster that is started here; it stores no objects
 

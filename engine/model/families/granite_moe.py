@@ -25,7 +25,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def read_shared(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-    """With an expert that all tokens share, unless its width is 0. Defaults are GraniteMoeSharedConfig's."""
+    """Read Granite with a shared expert, unless its width is 0. Defaults of absent keys are
+    GraniteMoeSharedConfig's."""
     shared = config.integer("shared_intermediate_size", 0, lowest=0)
     return _read(config, "GraniteMoeSharedForCausalLM", shared)
 

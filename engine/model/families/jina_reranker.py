@@ -14,7 +14,7 @@ CONFIG_CLASS = "XLMRobertaFlashConfig"
 
 
 def read_xlm_roberta_classifier(architecture: str) -> Read:
-    """transformers' form, or that of Jina's own code, which `auto_map` tells apart."""
+    """Read the config in transformers' form or in that of Jina's own code; `auto_map` distinguishes them."""
     read_plain = read_roberta(architecture)
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
