@@ -1,4 +1,4 @@
-"""--quantization that names the format of the checkpoint, as users of vLLM and SGLang are used to. Torch-free."""
+"""Accept --quantization with the name of the checkpoint's own format, as in vLLM and SGLang. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ NOT_NEEDED = "--quantization: the checkpoint is stored as %s, which needs no opt
 
 
 def accept_stored_format(options: EngineOptions, raw: Mapping[str, object]) -> EngineOptions:
-    """The options with --quantization auto if it names what the checkpoint is stored as; the same object otherwise.
+    """Return the options with --quantization auto if it names the format of the checkpoint; otherwise the same object.
 
-    raw: config.json. Raises OptionError if the checkpoint is stored in another format."""
+    raw: config.json. Raises OptionError if the checkpoint is stored in another format.
+    """
     asked = options.quantization
     stored = find_stored_format(raw)
     if asked == "fp8" and stored in STORED_AS_FP8:
@@ -30,6 +31,6 @@ def accept_stored_format(options: EngineOptions, raw: Mapping[str, object]) -> E
 
 
 def find_stored_format(raw: Mapping[str, object]) -> str:
-    """The checkpoint's quant_method, "" if it is not quantised. raw: config.json."""
+    """Return the checkpoint's quant_method, "" if it is not quantised. raw: config.json."""
     config = raw.get("quantization_config")
     return str(config.get("quant_method") or "") if isinstance(config, Mapping) else ""

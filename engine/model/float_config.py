@@ -1,4 +1,4 @@
-"""Reading `quantization_config` of checkpoints of 8-bit floats (fp8, FBGEMM), of bitsandbytes and of NVIDIA's Model
+"""Read `quantization_config` of checkpoints with 8-bit floats (fp8, FBGEMM) and of bitsandbytes and NVIDIA's Model
 Optimizer. Torch-free."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from serve_llm.engine.model.weight_format import BitsAndBytes4, MarkedModules, N
 
 
 def read_fp8(config: ConfigReader) -> MarkedModules:
-    """With `weight_block_size` as transformers (`FineGrainedFP8Config`) and DeepSeek-V3 write it, a scale per block;
-    without, one scale per tensor, which AutoFP8 and transformers name differently.
+    """Read fp8 settings. With `weight_block_size`, as transformers (`FineGrainedFP8Config`) and DeepSeek-V3 write it,
+    there is a scale per block; otherwise one per tensor, which AutoFP8 and transformers name differently.
 
     Activations are not rounded, so their scheme does not matter.
     """
@@ -35,19 +35,20 @@ def read_fp8(config: ConfigReader) -> MarkedModules:
 
 
 def read_fbgemm(config: ConfigReader) -> MarkedModules:
-    """8-bit floats with a scale per output."""
+    """Read FBGEMM's settings: 8-bit floats with a scale per output."""
     config.ignore("activation_scale_ub")
     return MarkedModules(ScaledNumbers("fp8", "channel"), _read_unconverted(config))
 
 
 def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
-    """Which modules are quantised shows in the checkpoint's tensors; before it is there, these lists tell."""
+    """Read which modules are not quantised. The checkpoint's tensors determine this; until they are there, these lists
+    do."""
     keys = ("modules_to_not_convert", "ignored_layers")
     return tuple(name for key in keys for name in config.names(key) or ())
 
 
 def read_modelopt(config: ConfigReader) -> MarkedModules:
-    """As Model Optimizer writes it in config.json or, in an object of its own, in hf_quant_config.json."""
+    """Read Model Optimizer's settings from config.json or, as a separate object, from hf_quant_config.json."""
     config.ignore("producer", "config_groups")  # quant_algo says what the groups do
     stored = config.inner("quantization") or config
     formats: dict[str, ScaledNumbers | NvFp4] = {"FP8": ScaledNumbers("fp8", "tensor"), "NVFP4": NvFp4("modelopt")}
@@ -63,10 +64,10 @@ def read_modelopt(config: ConfigReader) -> MarkedModules:
 
 
 def read_bitsandbytes(config: ConfigReader) -> MarkedModules:
-    """Raises ModelError unless it is one of 4 and 8 bits."""
+    """Read bitsandbytes' settings. Raises ModelError unless exactly one of 4 and 8 bits is set."""
     is_int8 = config.flag("load_in_8bit", False)
     is_4_bits = config.flag("load_in_4bit", False)
-    # `_load_in_*` repeat the keys without the line; the rest says how the writer's machine computed.
+    # `_load_in_*` repeat the keys without the underscore; the other keys say how the writer's machine computed.
     config.ignore("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "llm_int8_enable_fp32_cpu_offload")
     config.ignore("llm_int8_has_fp16_weight", "llm_int8_threshold")
     unconverted = config.names("llm_int8_skip_modules") or ()

@@ -94,16 +94,17 @@ class GGUFTensors:
 
     architecture: str  # general.architecture
     types: Mapping[str, str]
-    unused_layers: int = 0  # those after the last, which predict several tokens
-    joins_qkv: bool = False  # queries, keys and values are in one tensor where the family has them apart
+    unused_layers: int = 0  # layers after the last one, for multi-token prediction
+    joins_qkv: bool = False  # queries, keys and values are in one tensor, although the family stores them separately
 
     def find_form(self, tensor: str) -> GroupedForm | None:
-        """In which a weight stays in memory. tensor: as in the file. None: in the model's dtype."""
+        """Return the form in which a weight stays in memory; None: in the model's dtype. tensor: its name in the
+        file."""
         return FORMS.get(self.types.get(tensor, ""))
 
 
 def read_gguf_config(config: ConfigReader) -> GGUFTensors:
-    """The caller ends with config.done()."""
+    """Read the config. The caller must call config.done()."""
     architecture = config.text("architecture") or ""
     unused = config.integer("unused_layers", 0, lowest=0, highest=100)
     joins_qkv = config.flag("joins_qkv", False)
@@ -116,7 +117,7 @@ def read_gguf_config(config: ConfigReader) -> GGUFTensors:
 
 
 def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
-    """The model of a family as a GGUF file stores it. Raises ModelError for tensors that have no name there."""
+    """Return the family's model as a GGUF file stores it. Raises ModelError for tensors that have no name there."""
     if stored.architecture in INTERLEAVED:
         spec = replace(spec, layers=tuple(_interleave(layer) for layer in spec.layers))
     position = spec.layers[0].norm_position
@@ -141,13 +142,14 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
 def _interleave(layer: LayerSpec) -> LayerSpec:
     attention = layer.attention
     if not isinstance(attention, AttentionSpec) or attention.rope is None:
-        # Rows of a layer without rope are stored in that order too, for keys and queries alike: the products are equal.
+        # In a layer without rope, rows are stored in that order too, for keys and queries alike, so scores are the
+        # same.
         return layer
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, interleaved=True)))
 
 
 def _join_qkv(spec: ModelSpec, rules: Sequence[WeightRule]) -> list[WeightRule]:
-    """The rules with one for queries, keys and values in the place of three."""
+    """Replace the rules of queries, keys and values by one rule for all three."""
     attention = spec.layers[0].attention
     assert isinstance(attention, AttentionSpec)
     sizes = tuple(heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_kv_heads] * 2))
@@ -162,7 +164,7 @@ def _join_qkv(spec: ModelSpec, rules: Sequence[WeightRule]) -> list[WeightRule]:
 
 
 def _split(rule: WeightRule, names: Mapping[str, str]) -> list[WeightRule]:
-    """A rule for each projection whose rows are in one tensor or stack in other checkpoints, but not in GGUF files."""
+    """Return a rule per projection whose rows share a tensor or stack in other checkpoints, but not in GGUF files."""
     key = " ".join(re.sub(r"\.(weight|bias)$", "", one.removeprefix(IN_LAYER)) for one in rule.parameters)
     is_split = rule.members or (len(rule.parameters) > 1 and key not in names)
     if not is_split or rule.scales:
@@ -171,8 +173,8 @@ def _split(rule: WeightRule, names: Mapping[str, str]) -> list[WeightRule]:
 
 
 def _rename(rule: WeightRule, names: Mapping[str, str], architecture: str) -> WeightRule:
-    """The rule for the tensor in a GGUF file: norms have their whole weight, matrices (outputs, inputs), and stacks
-    hold the tensors of all experts."""
+    """Return the rule for the tensor in a GGUF file: norms have their full weight, matrices are (outputs, inputs), and
+    stacks hold the tensors of all experts."""
     ends = [
         parameter if parameter.endswith((".weight", ".bias")) else f"{parameter}.weight"
         for parameter in rule.parameters

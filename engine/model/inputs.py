@@ -1,6 +1,6 @@
-"""What one step gives to a decoder: tokens of several sequences, one after the other, and where their KV is cached.
+"""The inputs of one step of a decoder: tokens of several sequences, one after the other, and where their KV is cached.
 
-`worker.input_batch` builds it. Tensors are on the model's device, lists on the host.
+`worker.input_batch` builds them. Tensors are on the model's device, lists on the host.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class StepInputs:
     groups: tuple[GroupInputs, ...]
     lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there
     token_types: Tensor | None = None  # (tokens,) int64, for models that have them
-    state_slots: list[int] | None = None  # where each sequence's states are, in models with such
-    adapter_slots: Tensor | None = None  # (tokens,) int64, of captured steps with adapters: -1 without one
+    state_slots: list[int] | None = None  # slot of each sequence's states, in models with states
+    adapter_slots: Tensor | None = None  # (tokens,) int64, in captured steps with adapters: -1 for a token without one
 
 
 class AttentionInputs(NamedTuple):

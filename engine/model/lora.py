@@ -1,14 +1,14 @@
 """LoRA (arXiv:2106.09685): linear layers that add the low-rank products of adapters to the rows that use them.
 
-Each rank holds up to --max-loras adapters in slots. On a CPU, a step's tokens are grouped by slot, and kernels of their
-own compute the products of all groups of a layer; where there are none, the model's linear kernels compute those of one
-group after another. On a GPU, a layer's slots have fixed addresses, and kernels read each row's slot on the device, so
-that a captured step serves any adapters; the rows of embeddings and experts are grouped there too, and steps whose
-adapters change these are not captured. A row has the same bits in any batch, and rows without an adapter are not
-touched. Row-parallel layers add their products before the all-reduce.
+Each rank holds up to --max-loras adapters in slots. On a CPU, a step's tokens are grouped by slot, and separate kernels
+compute the products of all groups of a layer; without these kernels, the model's linear kernels compute one group after
+another. On a GPU, a layer's slots have fixed addresses, and kernels read each row's slot on the device, so that a
+captured step serves any adapters; the rows of embeddings and experts are grouped there too, and steps whose adapters
+change these are not captured. A row has the same bits in any batch, and rows without an adapter are not touched.
+Row-parallel layers add their products before the all-reduce.
 
 DoRA (arXiv:2402.09353) also multiplies each output, without the bias, by its magnitude / the length of its row of the
-weight with the adapter. That factor is found when the adapter is loaded, and the product's weight contains it.
+weight with the adapter. That factor is computed when the adapter is loaded, and the product's weight includes it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from serve_llm.kernels.lora import ExpansionWeight, LoRAKernels, LoRAProduct, Lo
 
 ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn|ffn\.shared)\.\w+\.weight|head\.weight")
 Reorder = Callable[[str, Tensor], Tensor]
-ReadRows = Callable[[str, tuple[int, int], range], Tensor]  # parameter, its shape, rows -> these rows, float32
+ReadRows = Callable[[str, tuple[int, int], range], Tensor]  # parameter, its shape, row numbers -> these rows, float32
 
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The base model's weights as the checkpoint has them: dequantised, and not quantised by --quantization."""
+    """The base model's weights as the checkpoint stores them: dequantised, and without the effect of --quantization."""
 
     read_rows: ReadRows
-    release: Callable[[], None]  # gives back the memory that reading took
+    release: Callable[[], None]  # frees the memory that reading took
 
 
 @dataclass(frozen=True, eq=False)
 class LoRAPart:
     """A rank's part of a weight of a merged linear layer."""
 
-    shape: tuple[int, int]  # the whole weight's
-    inputs: range  # this rank's
-    outputs: range  # this rank's
+    shape: tuple[int, int]  # of the whole weight
+    inputs: range  # of this rank
+    outputs: range  # of this rank
 
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """The second product of an adapter for one part of a linear layer, and what comes before it."""
+    """The second product of an adapter for one part of a linear layer, and the columns that it reads."""
 
-    columns: slice  # in the first product's result
-    outputs: slice  # in the layer's result
+    columns: slice  # columns of the first product's result
+    outputs: slice  # columns of the layer's result
     up: Linear
     scale: OutputScale | None = None  # scales the layer's own outputs before the product is added
 
@@ -67,7 +67,7 @@ class LowRankProduct:
     expansions: tuple[Expansion, ...]
 
     def add_to(self, y: Tensor, x: Tensor, rows: Tensor | None) -> None:
-        """Add to these rows of y (tokens, outputs) what belongs to them in x (tokens, inputs). None: to all."""
+        """Add the product for these rows of x (tokens, inputs) to y (tokens, outputs). None: all rows."""
         for chunk in _split_rows(y, rows):
             hidden = self.down(x[chunk])
             for expansion in self.expansions:
@@ -79,7 +79,7 @@ class LowRankProduct:
 
 
 class UnfusedLoRA:
-    """Adapters as products of the model's linear kernels. Contract: `kernels.lora.LoRAKernels`."""
+    """Computes adapters with the model's linear kernels. Contract: `kernels.lora.LoRAKernels`."""
 
     def __init__(self, pack: Callable[[Tensor], Linear]) -> None:
         self._pack = pack
@@ -104,14 +104,14 @@ class EmbeddingProduct:
 
 @dataclass(eq=False, repr=False)
 class LoRAEmbedding:
-    """This rank's part of what adapters add to an embedding."""
+    """This rank's part of the adapters of an embedding."""
 
     ids: range  # this rank's part of the vocabulary
     step: StepRows
     products: dict[int, EmbeddingProduct] = field(default_factory=dict)  # by slot
 
     def add_to(self, y: Tensor, ids: Tensor) -> None:
-        """Add what belongs to the ids, (tokens,), of this rank to y, (tokens, embedding size)."""
+        """Add the products of this rank's ids, (tokens,), to y, (tokens, embedding size)."""
         for slot, rows in self.step.groups:
             product = self.products.get(slot)
             if product is None:
@@ -127,20 +127,20 @@ class LoRAEmbedding:
 
 @dataclass(eq=False, repr=False)
 class LoRALinear:
-    """A linear layer with the products of the adapters that are loaded."""
+    """A linear layer with the products of the loaded adapters."""
 
     base: Linear
-    bias: Tensor | None  # (outputs,) that `base` adds
+    bias: Tensor | None  # (outputs,), added by `base`
     parts: Mapping[str, LoRAPart]  # by parameter, such as "layers.3.attention.q.weight"; in the order of the outputs
-    reorders: tuple[Reorder, ...]  # bring the rows of a parameter into the order of the layer's outputs
+    reorders: tuple[Reorder, ...]  # reorder the rows of a parameter to match the layer's outputs
     step: StepRows
     kernels: LoRAKernels
-    dtype: torch.dtype | None = None  # that of the products; None: the model's
+    dtype: torch.dtype | None = None  # dtype of the products; None: the model's
     products: dict[int, LoRAProduct] = field(default_factory=dict)  # by slot
-    slots: LoRASlots | None = None  # on a GPU they hold the adapters, in place of `products`
+    slots: LoRASlots | None = None  # on a GPU these hold the adapters instead of `products`
 
     def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LoRAProduct:
-        """What `put` takes. See `LoRAKernels.pack`."""
+        """Pack a product for `put`. See `LoRAKernels.pack`."""
         return (down, expansions) if self.slots is not None else self.kernels.pack(down, expansions)
 
     def put(self, slot: int, product: LoRAProduct | None) -> None:
@@ -168,21 +168,21 @@ class LoRALinear:
 
 
 class LoRAExperts:
-    """The layers of a rank's experts with the products of the adapters that are loaded; see `kernels.moe`. It finds the
-    rows of each adapter among those of an expert."""
+    """The layers of a rank's experts with the products of the loaded adapters; see `kernels.moe`. Finds the rows of
+    each adapter among those of an expert."""
 
     def __init__(self, step: StepRows) -> None:
         self.step = step
         self.firsts: list[LoRALinear] = []  # by expert
         self.lasts: list[LoRALinear] = []
-        self._slots: set[int] = set()  # whose adapters change one of the experts
+        self._slots: set[int] = set()  # slots whose adapters change an expert
 
     @property
     def is_used(self) -> bool:
         return any(slot in self._slots for slot, _ in self.step.groups)
 
     def update(self, slot: int) -> None:
-        """To be called when the products of the slot have changed."""
+        """Call this when the products of the slot have changed."""
         self._slots.discard(slot)
         if any(slot in layer.products for layer in (*self.firsts, *self.lasts)):
             self._slots.add(slot)
@@ -216,16 +216,16 @@ class LoRALayers:
     """All layers of a rank that adapters can change, and the rows of the current step."""
 
     def __init__(self, kernels: LoRAKernels, allocate: AllocateSlots | None = None) -> None:
-        """allocate: the slots of a layer, on a GPU; not those of experts and of the embedding."""
+        """allocate: creates the slots of a layer on a GPU; not used for experts and the embedding."""
         self.kernels = kernels
         self._allocate = allocate
         self._are_allocated = allocate is None
-        self.layers: list[LoRALinear] = []  # those of experts too
+        self.layers: list[LoRALinear] = []  # including those of experts
         self.experts: list[LoRAExperts] = []
-        self.embedding: LoRAEmbedding | None = None  # None where the rank has no part of it
+        self.embedding: LoRAEmbedding | None = None  # None where the rank has no part of the layer
         self.base_weights: BaseWeights | None = None  # None until the model is loaded
         self._all = StepRows()
-        self._selected = StepRows()  # in the last layer, after the attention
+        self._selected = StepRows()  # in the last layer, after attention
         self._logits = StepRows()  # rows of the LM head
 
     def wrap(
@@ -238,7 +238,7 @@ class LoRALayers:
         is_selected: bool,
         dtype: torch.dtype | None = None,
     ) -> Linear:
-        """`base` with adapters, where they can change it and this rank has a part of it.
+        """Return `base` with adapters, if they can change it and this rank has a part of it.
 
         bias: what `base` adds. is_selected: it computes only the selected rows (see `Decoder.forward`). dtype: see
         `LoRALinear`.
@@ -250,7 +250,7 @@ class LoRALayers:
         return self._add(LoRALinear(base, bias, parts, reorders, step, self.kernels, dtype))
 
     def add_experts(self, *, is_selected: bool) -> LoRAExperts:
-        """What adapters add to the experts of a layer. is_selected: as of `wrap`."""
+        """Return the adapters of a layer's experts. is_selected: as in `wrap`."""
         experts = LoRAExperts(self._selected if is_selected else self._all)
         self.experts.append(experts)
         return experts
@@ -258,19 +258,19 @@ class LoRALayers:
     def add_expert_layer(
         self, experts: LoRAExperts, base: Linear, bias: Tensor | None, parts: Mapping[str, LoRAPart], *, is_first: bool
     ) -> None:
-        """The next expert's layer before the activation, or the one after it."""
+        """Record the next expert's layer before the activation, or the one after it."""
         layer = LoRALinear(base, bias, parts, (), experts.step, self.kernels)
         (experts.firsts if is_first else experts.lasts).append(layer)
         self._add(layer)
 
     def wrap_head(self, base: Linear, bias: Tensor | None, part: LoRAPart) -> Linear:
-        """The LM head with adapters, where this rank has a part of it. bias: what `base` adds."""
+        """Return the LM head with adapters, if this rank has a part of it. bias: what `base` adds."""
         if not part.outputs:
             return base
         return self._add(LoRALinear(base, bias, {"head.weight": part}, (), self._logits, self.kernels))
 
     def add_embedding(self, ids: range) -> LoRAEmbedding | None:
-        """What adapters add to the embedding. ids: those of this rank; None if there are none."""
+        """Add adapters to the embedding. ids: those of this rank; None if there are none."""
         self.embedding = LoRAEmbedding(ids, self._all) if ids else None
         return self.embedding
 
@@ -280,11 +280,11 @@ class LoRALayers:
 
     @property
     def has_slots(self) -> bool:
-        """Whether layers hold their adapters in slots of their own: all but experts and the embedding."""
+        """Whether layers hold their adapters in their own slots: all except experts and the embedding."""
         return self._allocate is not None
 
     def allocate_slots(self) -> None:
-        """Allocate these slots, unless they are there. No captured step with adapters may be older."""
+        """Allocate these slots unless they exist. Call this before any step with adapters is captured."""
         if self._allocate is None or self._are_allocated:
             return
         of_experts = {id(layer) for experts in self.experts for layer in (*experts.firsts, *experts.lasts)}
@@ -301,18 +301,19 @@ class LoRALayers:
         copier: DeviceCopier,
         is_grouped: bool,
     ) -> None:
-        """slots: one per sequence, None without an adapter. starts: where each one's tokens begin, and the end.
-        selected_starts: the same for the selected tokens. is_grouped: whether an adapter may change a layer that does
-        not hold its adapters in slots of its own."""
+        """slots: one per sequence, None without an adapter. starts: where each sequence's tokens begin, and the end.
+        selected_starts: the same for the selected tokens. is_grouped: whether an adapter may change a layer without
+        slots of its own."""
         self._all.begin_sequences(slots, starts, copier, is_grouped, self.has_slots)
         self._selected.begin_sequences(slots, selected_starts, copier, is_grouped, self.has_slots)
 
     def begin_logits(self, slots: Sequence[int | None], starts: Sequence[int], copier: DeviceCopier) -> None:
-        """Before the LM head. starts: where the rows of each sequence begin among those of the logits, and the end."""
+        """Call this before the LM head. starts: where each sequence's rows begin among those of the logits, and the
+        end."""
         self._logits.begin_sequences(slots, starts, copier, not self.has_slots, self.has_slots)
 
     def begin_logits_of(self, slot: int | None, device: torch.device) -> None:
-        """Before the LM head computes only rows of one sequence."""
+        """Call this before the LM head computes only rows of one sequence."""
         if slot is None:
             self._logits.begin([])
         elif not self.has_slots:
@@ -321,7 +322,7 @@ class LoRALayers:
             self._logits.begin([], slots=torch.full((1,), slot, device=device))
 
     def begin_captured_step(self, slots: Tensor | None, rows: Tensor | None) -> None:
-        """Of a step that is captured. slots: (tokens,) int64, that of each token, -1 for none; None: the step computes
+        """Begin a captured step. slots: (tokens,) int64, the slot of each token, -1 for none; None: the step computes
         only the base model. rows: (rows,) int64, the tokens that the LM head computes; None: all."""
         if slots is None:
             self.end_step()
@@ -332,13 +333,13 @@ class LoRALayers:
         self._logits.begin([], slots=selected)
 
     def end_step(self) -> None:
-        """What follows computes only the base model."""
+        """Compute only the base model from here on."""
         for step in (self._all, self._selected, self._logits):
             step.begin([])
 
 
 def _split_rows(y: Tensor, rows: Tensor | None) -> Iterator[slice | Tensor]:
-    """Indices of these rows of y, (tokens, outputs), some at a time. None: of all."""
+    """Yield indices of these rows of y, (tokens, outputs), a few at a time. None: all rows."""
     num_rows = len(y) if rows is None else len(rows)
     size = count_rows(y.shape[1])
     for start in range(0, num_rows, size):

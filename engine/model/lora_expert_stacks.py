@@ -1,4 +1,4 @@
-"""Experts' weights as transformers 5 holds them: one parameter for a linear layer of all experts of a layer, which an
+"""Experts' weights as transformers 5 stores them: one parameter for a linear layer of all experts of a layer, which an
 adapter changes as a whole (PEFT's target_parameters). No torch."""
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _SOURCE_OF_STACK = re.compile(rf"(.*\.)(?:{_STACK})(?:_blocks|\.weight)?")
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """Where the weight of one expert's linear layer is in a parameter of all experts."""
+    """The location of one expert's weight in a parameter of all experts."""
 
     parameter: str  # its name in transformers' model, such as "model.layers.3.mlp.experts.gate_up_proj"
     member: int
-    rule: WeightRule  # which rows of the expert's part of the parameter it is
+    rule: WeightRule  # its rows in the expert's part of the parameter
 
 
 def list_stacked_weights(rules: Iterable[WeightRule]) -> dict[str, StackedWeight]:
-    """By the name of the weight here. rules: with layers and members written out."""
+    """List stacked weights by their names here. rules: with layers and members written out."""
     found: dict[str, StackedWeight] = {}
     for rule in rules:
         for name in rule.parameters:
@@ -54,14 +54,14 @@ def _find(rule: WeightRule, name: str) -> StackedWeight | None:
 
 
 def list_spellings(module: str) -> list[str]:
-    """The names that a module of a layer with experts has had in versions of transformers."""
+    """List the names of a module with experts in different versions of transformers."""
     spellings = [module, module.replace(".router.layer", ".router")]
     spellings += [spelling.replace(".block_sparse_moe.", ".mlp.") for spelling in spellings]
     return list(dict.fromkeys(spellings))
 
 
 def count_members(weights: Mapping[str, StackedWeight]) -> dict[str, int]:
-    """Experts of each parameter."""
+    """Count the experts of each parameter."""
     counts: dict[str, int] = {}
     for weight in weights.values():
         counts[weight.parameter] = max(counts.get(weight.parameter, 0), weight.member + 1)

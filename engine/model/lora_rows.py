@@ -1,4 +1,4 @@
-"""Which rows of a step have which adapter, as the layers of a rank read it."""
+"""Which rows of a step use which adapter, as the layers of a rank read it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SlotRows(NamedTuple):
 
 
 class StepRows:
-    """The adapters of the rows of the step that is being computed."""
+    """The adapters of the rows of the current step."""
 
     def __init__(self) -> None:
         self.groups: list[SlotRows] = []

@@ -16,9 +16,9 @@ from serve_llm.engine.model.spec import AnyAttentionSpec, MLASpec, MLPSpec, Mode
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.layout import ParallelLayout
 
-MAX_ROWS = 1024  # rows whose products with an adapter are computed at a time, which bounds their memory
-MAX_PRODUCT_ELEMENTS = 1 << 24  # numbers in these products: fewer rows at a time where outputs are many
-MAX_READ_ELEMENTS = 1 << 22  # numbers of a base weight that are read at a time while an adapter is loaded
+MAX_ROWS = 1024  # rows whose products with an adapter are computed at a time, to bound memory
+MAX_PRODUCT_ELEMENTS = 1 << 24  # maximum numbers in these products: fewer rows at a time for large outputs
+MAX_READ_ELEMENTS = 1 << 22  # numbers of a base weight read at a time while an adapter is loaded
 FLOAT32_BYTES = 4
 
 
@@ -26,12 +26,12 @@ class _LinearLayer(NamedTuple):
     name: str  # such as "layers.3.attention.q"
     outputs: int
     inputs: int
-    num_own_outputs: int  # those of the rank
+    num_own_outputs: int  # of this rank
     num_own_inputs: int
 
 
 def _list_linear_layers(spec: ModelSpec, shard: Shard) -> Iterator[_LinearLayer]:
-    """The linear layers of the rank's attention and feed-forward networks: routers and experts among them."""
+    """List the linear layers of the rank's attention and feed-forward networks, including routers and experts."""
     for index in shard.layers:
         layer = spec.layers[index]
         yield from _list_attention(f"layers.{index}.attention", layer.attention, spec.hidden_size, shard)
@@ -46,7 +46,7 @@ def _list_linear_layers(spec: ModelSpec, shard: Shard) -> Iterator[_LinearLayer]
 
 
 def _list_experts(prefix: str, ffn: MoESpec, hidden_size: int, shard: Shard) -> Iterator[_LinearLayer]:
-    """The router, and the experts of which the rank has a part unless other engines compute some of them."""
+    """List the router, and the experts of which the rank has a part unless other engines compute some of them."""
     yield _LinearLayer(f"{prefix}.router", ffn.router.num_experts, hidden_size, ffn.router.num_experts, hidden_size)
     if ffn.shared_expert_gate:
         yield _LinearLayer(f"{prefix}.shared_gate", 1, hidden_size, 1, hidden_size)
@@ -105,7 +105,7 @@ def _list_attention(prefix: str, attention: AnyAttentionSpec, hidden_size: int, 
 
 
 def _list_outer_layers(spec: ModelSpec, shard: Shard) -> Iterator[_LinearLayer]:
-    """The rank's parts of the embedding, whose inputs are the vocabulary, and of the LM head."""
+    """List the rank's parts of the embedding, whose inputs are the vocabulary, and of the LM head."""
     size = spec.embedding_size or spec.hidden_size
     num_own = len(shard.vocabulary(spec.vocab_size))
     if shard.is_first:
@@ -115,12 +115,12 @@ def _list_outer_layers(spec: ModelSpec, shard: Shard) -> Iterator[_LinearLayer]:
 
 
 def count_rows(outputs: int) -> int:
-    """How many rows of the products with an adapter are computed at a time."""
+    """Return how many rows of the products with an adapter are computed at a time."""
     return min(MAX_ROWS, max(1, MAX_PRODUCT_ELEMENTS // max(outputs, 1)))
 
 
 def _count_product(layer: _LinearLayer, max_rank: int) -> int:
-    """Numbers that are held while a product is computed: some rows of its input and its output."""
+    """Count the numbers in memory while a product is computed: some rows of its input and its output."""
     inputs = max_rank if layer.name == "embedding" else layer.num_own_inputs
     return count_rows(layer.num_own_outputs) * (layer.num_own_outputs + inputs)
 
@@ -128,7 +128,7 @@ def _count_product(layer: _LinearLayer, max_rank: int) -> int:
 def find_served_targets(
     config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None
 ) -> dict[str, LoRATarget]:
-    """The layers that adapters can change. Raises OptionError if the model takes no adapters."""
+    """Return the layers that adapters can change. Raises OptionError if the model does not support adapters."""
     targets: dict[str, LoRATarget] = {}
     if weights is not None and not isinstance(spec, PretrainedSpec):
         targets = find_lora_targets(spec, weights, engines=config.expert_engines)
@@ -142,7 +142,8 @@ def find_served_targets(
 
 
 def find_lora_targets(spec: ModelSpec, weight_map: WeightMap, *, engines: int = 1) -> dict[str, LoRATarget]:
-    """The modules that adapters can change, by each name that PEFT may give them. engines: that share experts."""
+    """Return the modules that adapters can change, by each name that PEFT may give them. engines: number that share
+    experts."""
     layers = {f"{layer.name}.weight": layer for layer in _list_linear_layers(spec, _whole(spec, engines))}
     rules = weight_map.expand(len(spec.layers))
     targets = {}
@@ -172,7 +173,7 @@ def find_lora_targets(spec: ModelSpec, weight_map: WeightMap, *, engines: int = 
         target = LoRATarget(module, layer.outputs, layer.inputs, "head" if is_head else "embedding", stored)
         targets.update(dict.fromkeys(weight_map.list_spellings(module), target))
         if is_head:
-            targets["lm_head"] = target  # as newer versions of transformers call every head
+            targets["lm_head"] = target  # the name of any head in newer versions of transformers
     return targets
 
 
@@ -187,7 +188,7 @@ def _list_names(weight_map: WeightMap, module: str) -> list[str]:
 
 
 def map_parameters(spec: ModelSpec, weight_map: WeightMap) -> dict[str, WeightRule]:
-    """Parameter, such as "layers.3.attention.q.weight" -> the rule of its tensor."""
+    """Map each parameter, such as "layers.3.attention.q.weight", to the rule of its tensor."""
     outer = [
         WeightRule(weight_map.embedding, ("embedding.weight",)),
         WeightRule(weight_map.head, ("head.weight",)),
@@ -197,9 +198,9 @@ def map_parameters(spec: ModelSpec, weight_map: WeightMap) -> dict[str, WeightRu
 
 
 def count_adapter_bytes(spec: ModelSpec, shard: Shard, config: Config) -> int:
-    """Most bytes that adapters take on this rank: slots, and on a CPU what is kept beside them, full of adapters of the
-    highest rank with DoRA's two numbers per output, a step's products, an adapter that is loaded into a slot of a GPU,
-    and a part of a weight that is read for that."""
+    """Return the maximum bytes that adapters take on this rank: all slots, and on a CPU the adapters kept beside them,
+    full of adapters of the highest rank with DoRA's two numbers per output; a step's products; an adapter being loaded
+    into a slot of a GPU; and a part of a weight that is read for that."""
     if config.max_loras == 0:
         return 0
     layers = [*_list_linear_layers(spec, shard), *_list_outer_layers(spec, shard)]

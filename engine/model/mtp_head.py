@@ -1,7 +1,7 @@
 """A multi-token prediction (MTP) layer (DeepSeek-V3, arXiv:2412.19437, section 2.2) with its embedding and LM head.
 
-Row q of a sequence has the embedding of id q + 1 and the state of id q, and guesses id q + 2. A state is the served
-model's last hidden state after its final norm, or for an id that the head guessed itself, its own output there after
+Row q of a sequence has the embedding of id q + 1 and the state of id q, and predicts id q + 2. A state is the served
+model's last hidden state after its final norm, or for an id that the head drafted itself, its own output there after
 the norm of its LM head.
 """
 
@@ -35,7 +35,7 @@ class MTPHead:
     embedding_norm: Norm
     hidden_norm: Norm
     projection: Forward
-    layer: DecoderLayer  # its `next_norm` is that of the LM head
+    layer: DecoderLayer  # its `next_norm` is the LM head's
     compute_angles: ComputeAngles
     lm_head: Sequence[Forward]
     capturable: bool  # reads nothing back from the device, but `states` is a different tensor in each step
@@ -51,7 +51,7 @@ class MTPHead:
         return self.spec.hidden_size
 
     def fuse(self, states: Tensor) -> Tensor:
-        """See `DraftHead.fuse`. states: what the served model's last layer returned."""
+        """See `DraftHead.fuse`. states: the output of the served model's last layer."""
         return self.model_norm(states)
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class MTPHead:
         """See `Decoder.send`."""
 
     def run_without_tokens(self, dtype: torch.dtype) -> None:
-        """See `Decoder.run_without_tokens`: the head has all its experts itself."""
+        """See `Decoder.run_without_tokens`: the head has all its experts on this rank."""
 
 
 def build_mtp_head(model: ModelSpec, builder: ModelBuilder) -> MTPHead:

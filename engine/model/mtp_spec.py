@@ -1,6 +1,6 @@
 """Multi-token prediction (MTP) layers (DeepSeek-V3, arXiv:2412.19437, section 2.2): which checkpoints have one.
 
-No torch. An MTP layer is a decoder layer like the model's last one, stored behind the model's own. It guesses ids from
+No torch. An MTP layer is a decoder layer like the model's last one, stored after the model's own. It predicts ids from
 hidden states of the served model.
 """
 
@@ -17,7 +17,7 @@ from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 COUNT = "num_nextn_predict_layers"
-# What an MTP layer has beyond a decoder layer: module in the checkpoint -> parameter.
+# The parts of an MTP layer that a decoder layer lacks: module in the checkpoint -> parameter.
 MODULES = {
     "enorm": "mtp.embedding_norm",
     "hnorm": "mtp.hidden_norm",
@@ -32,7 +32,7 @@ class MTPSpec:
     """An MTP layer, as the last layer of its model."""
 
     model: ModelSpec  # the served model with the MTP layer as its last layer
-    weights: WeightMap  # includes what the MTP layer has beyond a decoder layer
+    weights: WeightMap  # includes the parts that a decoder layer lacks
 
     @property
     def layer(self) -> int:
@@ -46,7 +46,7 @@ class MTPSpec:
 
 
 def read_mtp(raw: Mapping[str, object], allowed: Iterable[str] = ()) -> MTPSpec:
-    """raw: the served model's config.json. allowed: as of `read_model`. Raises ModelError if it has no MTP layer."""
+    """raw: the served model's config.json. allowed: as in `read_model`. Raises ModelError if it has no MTP layer."""
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if architecture not in ARCHITECTURES:

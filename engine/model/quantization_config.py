@@ -1,6 +1,6 @@
-"""Reading `quantization_config` of config.json, by `quant_method`. Torch-free.
+"""Read `quantization_config` of config.json, by `quant_method`. Torch-free.
 
-It is a closed world: every key is used, listed as ignored, or refused by name.
+Reading is strict: every key is used, listed as ignored, or refused by name.
 """
 
 from __future__ import annotations

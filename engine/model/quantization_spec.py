@@ -1,4 +1,4 @@
-"""Which linear layers of a model are quantised, and how, as data. Torch-free; a part of `engine.model.spec`."""
+"""Which linear layers of a model are quantised, and how, as data. Torch-free; part of `engine.model.spec`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 LINEAR_LAYERS = frozenset(
     {"q", "k", "v", "z", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
 )
-ATTENTION_INPUTS = ("q", "k", "v", "z", "q_down", "kv_down")  # those of a layer's attention are computed as one
+ATTENTION_INPUTS = ("q", "k", "v", "z", "q_down", "kv_down")  # layers computed as one in a layer's attention
 MLP_INPUTS = ("gate", "up")
 
 
 def find_linear_layer(parameter: str) -> str | None:
-    """The linear layer whose weight a parameter is, such as "layers.3.ffn.down"; None for anything else and for the LM
-    head."""
+    """Return the linear layer to which a parameter belongs, such as "layers.3.ffn.down"; None for other parameters and
+    for the LM head."""
     layer, _, kind = parameter.rpartition(".")
     return layer if kind == "weight" and layer.rpartition(".")[2] in LINEAR_LAYERS else None
 
 
 def find_merged_layer(linear_layer: str) -> str:
-    """The same text for linear layers that are computed as one, such as queries, keys and values of a layer."""
+    """Return the same name for linear layers that are computed as one, such as queries, keys and values of a layer."""
     parent, _, name = linear_layer.rpartition(".")
     merged = ATTENTION_INPUTS if parent.endswith(".attention") else MLP_INPUTS
     return parent if name in merged else linear_layer
@@ -28,7 +28,7 @@ def find_merged_layer(linear_layer: str) -> str:
 
 @dataclass(frozen=True)
 class Int8Spec:
-    """Which linear layers of the layers run in int8 (W8A8): all but those in `excluded`."""
+    """Which linear layers run in int8 (W8A8): all those inside layers, except `excluded`."""
 
     in_checkpoint: bool  # the checkpoint stores int8 weights; otherwise they are quantised while loading
     excluded: frozenset[str] = frozenset()  # such as "layers.3.ffn.down"
@@ -44,16 +44,16 @@ class GroupedForm:
 
     bits: int  # 4 or 8
     group_size: int | None  # None: all inputs
-    has_zeros: bool  # groups have zero points or minimums too
-    has_order: bool = False  # groups are not of neighbouring inputs
-    scale_bytes: int = 2  # each scale, zero point and minimum takes these
-    has_divisors: bool = False  # each output divides its scales by a number
+    has_zeros: bool  # groups also have zero points or minimums
+    has_order: bool = False  # groups do not consist of neighbouring inputs
+    scale_bytes: int = 2  # bytes of each scale, zero point and minimum
+    has_divisors: bool = False  # each output divides its scales by one number
     has_table: bool = False  # codes are indices of a table of 16 numbers
-    is_float8: bool = False  # codes are 8-bit floats (e4m3); otherwise, without a table, integers
+    is_float8: bool = False  # codes are 8-bit floats (e4m3); otherwise, without a table, they are integers
 
 
 MXFP4 = GroupedForm(4, 32, has_zeros=False, scale_bytes=1, has_table=True)
-FLOAT8 = GroupedForm(8, None, has_zeros=False, scale_bytes=4, is_float8=True)  # as `--quantization fp8` makes it
+FLOAT8 = GroupedForm(8, None, has_zeros=False, scale_bytes=4, is_float8=True)  # form made by `--quantization fp8`
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class GroupedSpec:
     in_checkpoint: bool  # the checkpoint stores them so; otherwise they are quantised while loading
     default: GroupedForm | None
     others: Mapping[str, GroupedForm | None] = field(default_factory=dict, hash=False)  # by linear layer
-    embedding: GroupedForm | None = None  # None: not as integers
-    head: GroupedForm | None = None  # the same of the LM head, where it is not tied to the embedding
+    embedding: GroupedForm | None = None  # None: its weight is not stored as integers
+    head: GroupedForm | None = None  # for the LM head, if it is not tied to the embedding
 
     @property
     def is_float8(self) -> bool:
@@ -73,9 +73,9 @@ class GroupedSpec:
 
     @property
     def layer_forms(self) -> list[GroupedForm]:
-        """Those of the quantised layers."""
+        """The forms of the quantised layers."""
         return [form for form in (self.default, *self.others.values()) if form is not None]
 
     def find_form(self, linear_layer: str) -> GroupedForm | None:
-        """None: in the model's dtype. linear_layer: such as "layers.3.attention.q"."""
+        """Return None for the model's dtype. linear_layer: such as "layers.3.attention.q"."""
         return self.others.get(linear_layer, self.default)

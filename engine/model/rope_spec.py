@@ -1,4 +1,4 @@
-"""Kinds of rotary embedding, as data. Torch-free; a part of `engine.model.spec`."""
+"""Kinds of rotary embedding, as data. Torch-free; part of `engine.model.spec`."""
 
 from __future__ import annotations
 

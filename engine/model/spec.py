@@ -294,7 +294,7 @@ class ModelSpec:
         return replace(self, fp8=True, int8_lm_head=False, grouped=None)
 
     def with_fp8_weights(self) -> ModelSpec:
-        """Run linear layers with weights of 8-bit floats, quantised while loading unless the checkpoint stores such."""
+        """Run linear layers with 8-bit float weights, quantised while loading unless stored that way."""
         grouped = self.grouped
         if grouped is not None and grouped.in_checkpoint and grouped.layer_forms and grouped.is_float8:
             return self
@@ -306,16 +306,16 @@ class ModelSpec:
         return self.grouped is not None and self.grouped.in_checkpoint and not self.grouped.is_float8
 
     def with_int4(self, group_size: int) -> ModelSpec:
-        """Run linear layers with weights of 4 bits and the LM head in int8, quantised while loading unless the
-        checkpoint stores integers."""
+        """Run linear layers with 4-bit weights and the LM head in int8, quantised while loading unless stored as
+        integers."""
         if self.stores_integers:
             return self
         form = GroupedForm(4, group_size, has_zeros=True)
         return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=form), int8_lm_head=self.lm_head)
 
     def with_packed_tables(self, rounds: bool) -> ModelSpec:
-        """Hold the LM head, and an embedding that is tied to it, in 8 bits where the layers are quantised: as the
-        checkpoint stores them, else, if `rounds`, in int8."""
+        """Hold the LM head, and an embedding tied to it, in 8 bits if the layers are quantised: as the checkpoint
+        stores them, or else, if `rounds`, in int8."""
         is_quantised = self.int8 is not None or self.fp8 or self.grouped is not None
         rounds_head = rounds and is_quantised and self.lm_head and self.head_form is None
         is_int8 = self.int8_lm_head or rounds_head
@@ -323,12 +323,12 @@ class ModelSpec:
 
     @property
     def embedding_form(self) -> GroupedForm | None:
-        """The form of the embedding in which the checkpoint stores it; None: another."""
+        """The form in which the checkpoint stores the embedding; None if it is in floating point."""
         return None if self.grouped is None else self.grouped.embedding
 
     @property
     def head_form(self) -> GroupedForm | None:
-        """The same of the LM head."""
+        """The form in which the checkpoint stores the LM head; None if it is in floating point."""
         if self.grouped is None:
             return None
         return self.grouped.embedding if self.tie_word_embeddings else self.grouped.head

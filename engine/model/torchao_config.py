@@ -1,6 +1,6 @@
-"""Reading `quantization_config` of checkpoints that transformers writes with torchao, as safetensors. Torch-free.
+"""Read `quantization_config` of checkpoints that transformers writes with torchao, as safetensors. Torch-free.
 
-One configuration holds for all linear modules. Activations are not rounded, so how they would be does not matter.
+One configuration applies to all linear modules. Activations are not rounded, so their settings do not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRATEGIES: dict[str, Strategy] = {
 INTEGERS = {f"int{bits}": bits for bits in (2, 3, 4, 8)}
 FLOAT8 = ("float8_e4m3fn",)
 MAPPINGS = ("SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC")
-# How numbers are multiplied, or how scales were found; no number depends on it.
+# How numbers are multiplied or scales were found; no stored number depends on these.
 UNREAD = (
     "activation_dtype activation_value_lb activation_value_ub act_mapping_type int4_choose_qparams_algorithm "
     "int4_tile_packed_ntile intx_choose_qparams_algorithm kernel_preference mm_config reduce_range scale_dtype "
@@ -30,7 +30,7 @@ UNREAD = (
 
 
 def read_torchao(config: ConfigReader) -> MarkedModules:
-    """Raises ModelError for what stores weights otherwise than these configurations do."""
+    """Raises ModelError for configurations that store weights in any other way."""
     unconverted = config.names("modules_to_not_convert") or ()
     config.ignore("include_input_output_embeddings", "untie_embedding_weights", "quant_type_kwargs")
     types = config.require("quant_type")
@@ -98,7 +98,7 @@ def _scale_integers(bits: int, strategy: Strategy, size: int, *, is_symmetric: b
 
 
 def _read_choice(config: ConfigReader, key: str, served: tuple[str, ...], default: str) -> str:
-    """A dtype or enumerated value, which is stored as {"_type": ..., "_data": name}."""
+    """Read a dtype or enumerated value, which is stored as {"_type": ..., "_data": name}."""
     stored = config.inner(key)
     if stored is None:
         return default
@@ -109,7 +109,7 @@ def _read_choice(config: ConfigReader, key: str, served: tuple[str, ...], defaul
 
 
 def _read_granularity(config: ConfigReader, key: str, default: str) -> tuple[Strategy, int]:
-    """The strategy, and the size of groups, 0 without. Where there are two, the second is that of the weights."""
+    """Read the strategy, and the size of groups, or 0 without groups. Of two, the second is for the weights."""
     stored = config.last(key)
     if stored is None:
         return STRATEGIES[default], 0

@@ -24,11 +24,11 @@ class VocabularyTables:
         self._builder = builder
         self._shape = spec.vocab_size, spec.embedding_size or spec.hidden_size
         self._part = Part(0, builder.shard.vocabulary(spec.vocab_size))
-        self._tied: Tensor | Table | None = None  # the embedding, if it is the head's weight too
+        self._tied: Tensor | Table | None = None  # the embedding, if it is also the head's weight
 
     def load_embedding(self, has_head: bool) -> LookUp:
-        """Returns a function of the numbers of rows among those of the rank: (tokens,) int64 -> (tokens, embedding
-        size). has_head: whether the rank has the LM head too."""
+        """Return a function that looks up rows by their numbers on this rank: (tokens,) int64 -> (tokens, embedding
+        size). has_head: whether the rank also has the LM head."""
         spec = self._spec
         is_tied = spec.tie_word_embeddings and has_head
         bias = self._bias if is_tied else None
@@ -41,7 +41,7 @@ class VocabularyTables:
         return (lambda ids: functional.embedding(ids, weight)) if len(weight) else zeros(self._shape[1], weight.dtype)
 
     def load_head(self) -> Linear:
-        """Hidden states (rows, embedding size) -> logits of the rank's part of the vocabulary."""
+        """Return a function from hidden states (rows, embedding size) to this rank's part of the logits."""
         builder = self._builder
         tied = self._tied
         builder.scoped("head").describe("VocabParallelLMHead" + ("" if tied is None else " (tied to the embedding)"))
@@ -67,7 +67,7 @@ class VocabularyTables:
         return builder.kernels.pack(weight, self._bias)
 
     def _load_table(self, bias: Tensor | None) -> Table | None:
-        """The embedding, packed as the head that is tied to it; None: it stays in the model's dtype."""
+        """Load the embedding, packed like the head that is tied to it; None if it stays in the model's dtype."""
         builder = self._builder
         grouped = self._load_grouped("embedding.weight", self._spec.embedding_form)
         if grouped is not None:
@@ -80,7 +80,7 @@ class VocabularyTables:
         return builder.kernels.pack_int8_table(numbers, scales, bias, builder.dtype)
 
     def _load_grouped(self, name: str, form: GroupedForm | None) -> GroupedWeight | None:
-        """form: in which the checkpoint stores it."""
+        """form: the form in which the checkpoint stores it."""
         if form is None:
             return None
         builder = self._builder
@@ -94,7 +94,7 @@ class VocabularyTables:
 
     @cached_property
     def _bias(self) -> Tensor | None:
-        """That of the head."""
+        """The head's bias."""
         if not self._spec.lm_head_bias:
             return None
         return self._builder.parameter("head.bias", self._spec.vocab_size, part=self._part)

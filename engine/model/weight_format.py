@@ -9,9 +9,9 @@ from typing import Literal, Protocol
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
 
 Strategy = Literal["tensor", "channel", "block"]
-# Numbers by which activations, queries, keys or values would be rounded to a KV cache or for attention of 8 bits or
-# less, as regular expressions for the names of tensors. Attention is not quantised as they say; `cache_scales` finds
-# those that a KV cache in fp8 uses.
+# Tensors with scales for rounding activations, queries, keys or values to 8 bits or less in attention or the KV cache,
+# as regular expressions for their names. Attention is not quantised that way; `cache_scales` finds those that an fp8 KV
+# cache uses.
 ATTENTION_SCALES = (
     r".*\.[qkv]_(scale|zero_point|global_scale)",
     r".*\.[qkv]_proj\.output_(scale|zero_point)",
@@ -31,7 +31,7 @@ class PackedIntegers:
     bits: int
     group_size: int | None  # None: one group of all inputs
     is_symmetric: bool  # all zero points are 2 ** (bits - 1)
-    has_order: bool = False  # groups are not of neighbouring inputs
+    has_order: bool = False  # groups do not consist of neighbouring inputs
     is_of_tensor: bool = False  # all inputs of all outputs share a scale
 
     @property
@@ -46,7 +46,7 @@ class PackedIntegers:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The other tensors of a module."""
+        """The other tensors that a module must have."""
         if self.layout != "compressed":
             return ("scales", "qzeros")
         return ("weight_scale", "weight_shape") + (() if self.is_symmetric else ("weight_zero_point",))
@@ -57,27 +57,27 @@ class PackedIntegers:
 
     @property
     def form(self) -> GroupedForm:
-        """In which the weight stays in memory."""
+        """The form in which the weight stays in memory."""
         return GroupedForm(8 if self.bits == 8 else 4, self.group_size, not self.is_symmetric, self.has_order)
 
 
 @dataclass(frozen=True)
 class ScaledNumbers:
-    """8-bit floats (e4m3) or int8, one in each byte, with scales for a tensor, for each output or for each block.
+    """8-bit floats (e4m3) or int8, one per byte, with scales for a tensor, for each output or for each block.
 
-    Blocks of int8 are of one output.
+    A block of int8 covers inputs of one output.
     """
 
     kind: Literal["fp8", "int8"]
     strategy: Strategy
     block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, with strategy "block"
     scale: str = "weight_scale"
-    other_scale: str = ""  # what some writers call it
-    divisor: float = 1.0  # scales are divided by it
+    other_scale: str = ""  # some writers' name for it
+    divisor: float = 1.0  # scales are divided by this number
     bits: int = 8  # in int8, which may hold integers of fewer bits
     has_zeros: bool = False  # integers have zero points, stored like the scales
     weight: str = "weight"
-    zero_point: str = "weight_zero_point"  # without has_zeros it is all 0, if it is there
+    zero_point: str = "weight_zero_point"  # without has_zeros it is all 0, if present
     has_float32_scales: bool = False  # instead of 16 bits, in int8
 
     optional = (
@@ -109,10 +109,10 @@ class ScaledNumbers:
 
 @dataclass(frozen=True)
 class NvFp4:
-    """4-bit floats (e2m1), two in a byte, with an e4m3 scale per 16 inputs, and one of the whole tensor.
+    """4-bit floats (e2m1), two per byte, with an e4m3 scale per 16 inputs and one scale for the whole tensor.
 
-    compressed: the format "nvfp4-pack-quantized" of compressed-tensors, whose scale of the tensor divides. modelopt:
-    that of NVIDIA's Model Optimizer, whose scale multiplies.
+    compressed: the format "nvfp4-pack-quantized" of compressed-tensors, which divides by the scale of the tensor.
+    modelopt: the format of NVIDIA's Model Optimizer, which multiplies by it.
     """
 
     layout: Literal["compressed", "modelopt"] = "compressed"
@@ -138,8 +138,8 @@ class NvFp4:
 
 @dataclass(frozen=True)
 class MxFp4:
-    """4-bit floats (e2m1), two in a byte, with a power of two per 32 inputs: "mxfp4-pack-quantized" of
-    compressed-tensors."""
+    """4-bit floats (e2m1), two per byte, with a power of two per 32 inputs: compressed-tensors'
+    "mxfp4-pack-quantized"."""
 
     weight = "weight_packed"
     marker = "weight_packed"
@@ -150,7 +150,7 @@ class MxFp4:
 
 @dataclass(frozen=True)
 class TorchaoInt4:
-    """torchao's `Int4Tensor`: integers from -8 to 7, two in a byte, with a scale and a floating-point offset for each
+    """torchao's `Int4Tensor`: integers from -8 to 7, two per byte, with a scale and a floating-point offset for each
     group of inputs."""
 
     group_size: int
@@ -167,11 +167,11 @@ class TorchaoInt4:
 
 @dataclass(frozen=True)
 class BitsAndBytes4:
-    """bitsandbytes' 4 bits: indices of a table, two in a byte, with a scale per block that may be quantised too."""
+    """bitsandbytes' 4 bits: indices into a table, two per byte, with a scale per block that may be quantised too."""
 
     quant_type: Literal["nf4", "fp4"]
     is_nested: bool  # scales are quantised
-    item_bytes: int = 1  # bytes are stored as numbers of this size, of any type
+    item_bytes: int = 1  # bytes are stored as elements of this size, of any type
 
     weight = "weight"
     optional = ()
@@ -197,29 +197,29 @@ class QuantizedModules(Protocol):
     """Which modules of a checkpoint are quantised.
 
     spellings: the names that one module may have, such as "model.layers.0.mlp.up_proj"; see
-    `WeightMap.list_spellings`. What config.json says of any of them counts.
+    `WeightMap.list_spellings`. Settings in config.json under any of these names count.
     """
 
     def find_format(self, *spellings: str) -> WeightFormat | None:
-        """How the module stores its weight; None: in floating point."""
+        """Return how the module stores its weight; None: in floating point."""
 
     def find_embedding_format(self, *spellings: str) -> WeightFormat | None:
-        """The same of the embedding."""
+        """Return how the embedding stores its weight; None: in floating point."""
         return self.find_format(*spellings)
 
     def find_form(self, *spellings: str) -> GroupedForm | None:
-        """The format in which its weight stays in memory, if config.json says so; None: the model's dtype."""
+        """Return the form in which its weight stays in memory, if config.json says so; None: the model's dtype."""
         found = self.find_format(*spellings)
         return None if found is None else found.form
 
     def find_head_form(self, *spellings: str) -> GroupedForm | None:
-        """The same of the LM head."""
+        """Return the form in which the LM head stays in memory; None: the model's dtype."""
         return None
 
 
 @dataclass(frozen=True)
 class FormatGroup:
-    """The modules that `targets` match share a format."""
+    """All modules that match `targets` share a format."""
 
     # Module names, `re:` and a regular expression, "Linear" for all linear modules, or "Embedding".
     targets: tuple[str, ...]
@@ -228,7 +228,7 @@ class FormatGroup:
 
 @dataclass(frozen=True)
 class TargetedModules(QuantizedModules):
-    """As compressed-tensors chooses modules: by name, else by regular expression, else all linear modules."""
+    """Modules chosen as in compressed-tensors: by name, else by regular expression, else all linear modules."""
 
     groups: tuple[FormatGroup, ...]
     ignore: tuple[str, ...] = ()
@@ -260,7 +260,7 @@ def _matches(target: str, *spellings: str) -> bool:
 
 @dataclass(frozen=True)
 class MarkedModules(QuantizedModules):
-    """All modules whose `WeightFormat.marker` is in the checkpoint, as those of fp8 and bitsandbytes choose them."""
+    """All modules whose `WeightFormat.marker` is in the checkpoint, as for fp8 and bitsandbytes."""
 
     format: WeightFormat
     unconverted: tuple[str, ...]  # dotted parts of module names, or `re:` and a regular expression
@@ -277,11 +277,11 @@ class MarkedModules(QuantizedModules):
 
 @dataclass(frozen=True)
 class DynamicModules(QuantizedModules):
-    """All modules, with rules for some, as in GPTQModel's `dynamic`: the first rule whose pattern matches counts."""
+    """All modules, with rules for some, as in GPTQModel's `dynamic`: the first rule whose pattern matches applies."""
 
     format: PackedIntegers
-    rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name, its format
-    unconverted: tuple[str, ...] = ()  # parts of names of modules without the tensors of the format
+    rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name -> its format
+    unconverted: tuple[str, ...] = ()  # parts of names of modules that lack the format's tensors
     packs_head: bool = False
 
     def find_format(self, *spellings: str) -> WeightFormat | None:

@@ -1,7 +1,7 @@
-"""Unpacking the blocks of GGUF's quantised types into codes, scales and minimums.
+"""Unpack the blocks of GGUF's quantised types into codes, scales and minimums.
 
-A block is some neighbouring numbers of a row. The layouts are those of ggml (ggml-common.h). In the "K" types a block
-of 256 numbers has scales for its parts, which are small integers times a float16.
+A block holds neighbouring numbers of a row. The layouts are those of ggml (ggml-common.h). In the "K" types a block of
+256 numbers has scales for its parts, which are small integers times a float16.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def _half(two_bytes: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor, size: int) -> Tensor:
-    """Each `size` bytes hold `size` numbers in their lower halves, then as many in their upper halves."""
+    """Unpack `size` numbers from the lower halves of each `size` bytes, then as many from the upper halves."""
     runs = packed.reshape(*packed.shape[:-1], -1, size)
     return torch.stack((runs & 0xF, runs >> 4), -2).flatten(-3)
 
 
 def _bits(packed: Tensor, size: int, count: int, width: int) -> Tensor:
-    """Each `size` bytes hold `count` times `size` numbers of `width` bits, the first in the lowest bits."""
+    """Unpack `count` times `size` numbers of `width` bits from each `size` bytes, the first in the lowest bits."""
     runs = packed.reshape(*packed.shape[:-1], -1, size)
     mask = 2**width - 1
     return torch.stack([(runs >> (width * index)) & mask for index in range(count)], -2).flatten(-3)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """(..., 4) uint8 -> (..., 32): bit i is the fifth of number i, here times 16."""
+    """(..., 4) uint8 -> (..., 32): bit i is the fifth bit of number i; the results are 16 times it."""
     return torch.stack([(packed >> bit) & 1 for bit in range(8)], -1).flatten(-2) << 4
 
 
@@ -100,7 +100,7 @@ def _unpack_q3_k(blocks: Tensor) -> GroupedWeight:
     lower = _nibbles(factors[..., :8], 8)
     upper = _bits(factors[..., 8:], 4, 4, 2)
     scales = _half(scale) * ((lower | upper << 4).float() - 32)
-    codes = _bits(numbers, 32, 4, 2) | _bits(third, 32, 8, 1) << 2  # 4 more than the number
+    codes = _bits(numbers, 32, 4, 2) | _bits(third, 32, 8, 1) << 2  # the number plus 4
     return _group(codes + 4, 4, scales)
 
 

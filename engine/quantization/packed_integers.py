@@ -22,9 +22,9 @@ class CodeMatrix:
     codes: Tensor  # (outputs, inputs) uint8
     bits: int
     scales: Tensor  # (outputs, number of groups), as in `GroupedWeight`
-    groups: Tensor  # (inputs,) int64, 0 for that of the first group that the matrix has a part of
+    groups: Tensor  # (inputs,) int64, 0 for the first group of which the matrix has a part
     group_size: int  # inputs of a whole group
-    zeros: Tensor | None = None  # as scales, float32
+    zeros: Tensor | None = None  # shape as scales, float32
     divisors: Tensor | None = None  # (outputs,) float32
     table: Tensor | None = None  # (16,) float32
 
@@ -53,7 +53,7 @@ class CodeMatrix:
 
 
 def build_grouped_weight(matrix: CodeMatrix, first: int) -> GroupedWeight | None:
-    """The form in which the matrix is multiplied; None if its groups cannot be brought into order.
+    """Return the form in which the matrix is multiplied; None if its groups cannot be brought into order.
 
     first: the number of the matrix's first input in the module.
     """
@@ -100,7 +100,7 @@ def count_words(values: int, bits: int) -> int:
 
 
 def find_words(values: range, bits: int) -> tuple[range, int]:
-    """The words that hold a range of values, and how many values they hold before these."""
+    """Return the words that hold a range of values, and how many values they hold before these."""
     words = 3 if bits == 3 else 1
     per_unit = words * WORD_BITS // bits
     first = values.start // per_unit

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class BatchShare:
-    """One token for every TOKENS_OF_OTHERS tokens of other requests: batches make progress and barely slow the others.
+    """One token per TOKENS_OF_OTHERS tokens of other requests: batches make progress and barely slow the others.
 
-    A step that computes prompts of others, or ids that a grammar forces, gets none, because clients wait for the ids
-    after them: the tokens are saved for later steps. After MOST_SKIPPED such steps in a row, the next one gets them
-    anyway. Counts of tokens decide, not clocks, so that results and their order do not depend on time.
+    A step that computes prompts of others, or ids that a grammar forces, gets no tokens of batches, because clients
+    wait for the ids that follow: the tokens are saved for later steps. After MOST_SKIPPED such steps in a row, the next
+    one gets them anyway. Counts of tokens decide, not clocks, so that results and their order do not depend on time.
     """
 
     TOKENS_OF_OTHERS = 8

@@ -1,4 +1,4 @@
-"""Record for external routers which blocks the prefix cache stores and removes, as the same events as vLLM's.
+"""Record which blocks the prefix cache stores and removes, for external routers, as the same events as vLLM's.
 
 A batch is an array [time, events, engine]; an event is a map whose `type` is the name of its class.
 """
@@ -12,8 +12,8 @@ import msgspec
 from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence
 
-DEVICE = "GPU"  # vLLM's word for device memory, here also on a CPU
-HOST = "CPU"  # its word for host memory
+DEVICE = "GPU"  # vLLM's name for device memory; here also used on a CPU
+HOST = "CPU"  # vLLM's name for host memory
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
@@ -57,10 +57,10 @@ class KVEventRecorder:
 
     def __init__(self, groups: Items[GroupLayout]) -> None:
         self._groups = groups
-        self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]  # by the first step
+        self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]  # sent first
 
     def take(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events = self._events
         self._events = []
         return events
@@ -100,7 +100,7 @@ class KVEventRecorder:
         self._remove(key, HOST)
 
     def _remove(self, key: BlockKey, medium: str) -> None:
-        """Successive removals are merged into one event."""
+        """Record a removal; successive removals are merged into one event."""
         index, block_hash = key
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, index):

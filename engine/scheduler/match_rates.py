@@ -1,4 +1,4 @@
-"""How often guesses from texts come true, by the length of the match that they follow."""
+"""How often drafts from texts are accepted, by the length of the match that they follow."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ LONGEST = 16  # longer matches count as this one
 
 
 class MatchRates:
-    """Learns from all guesses and weighs recent ones most. After k right guesses from the same match, the next guess
+    """Learns from all drafts, giving recent ones more weight. After k accepted drafts from the same match, the next one
     counts as if the match were k ids longer."""
 
-    MEMORY = 0.99  # weight of a guess in comparison with the next one
-    FIRST_WEIGHT = 8.0  # guesses that the first rates count as
-    FIRST_RATE = 0.5  # share of right guesses after the shortest matches
-    FIRST_SLOPE = 0.03  # by which the first rates grow with each id of a match
+    MEMORY = 0.99  # weight of a draft relative to the next one
+    FIRST_WEIGHT = 8.0  # number of drafts that the initial rates count as
+    FIRST_RATE = 0.5  # initial acceptance rate after the shortest matches
+    FIRST_SLOPE = 0.03  # increase of the initial rates with each id of a match
 
     def __init__(self) -> None:
         self._weights = [self.FIRST_WEIGHT] * (LONGEST + 1)  # by length
@@ -23,7 +23,7 @@ class MatchRates:
         self._rates = [right / self.FIRST_WEIGHT for right in self._right]
 
     def find_rate(self, length: int) -> float:
-        """The share of guesses after matches of `length` ids that come true."""
+        """Return the acceptance rate of drafts after matches of `length` ids."""
         return self._rates[min(length, LONGEST)]
 
     def observe(self, length: int, came_true: bool) -> None:

@@ -13,7 +13,7 @@ NONE = -1
 
 
 class TextGuess(NamedTuple):
-    """Ids that may come next, because they did where the text's end occurred before."""
+    """Ids that may come next, because they followed an earlier occurrence of the text's end."""
 
     token_ids: Items[int]
     match_length: int  # ids of that occurrence
@@ -23,8 +23,8 @@ NO_GUESS = TextGuess((), 0)
 
 
 class PromptLookup:
-    """Finds the longest earlier occurrence of a text's end, of several equally long ones the latest, and one in recent
-    texts if it is longer. While an occurrence in the text itself goes on as the text does, no other is looked for."""
+    """Finds the longest earlier occurrence of a text's end (the latest of equally long ones), or one in recent texts if
+    it is longer. While the text continues like an occurrence in itself, no other is looked for."""
 
     def __init__(self, min_match: int, max_match: int, recent: RecentTexts | None = None) -> None:
         """min_match: minimum length of a match. max_match: longer matches are not preferred. recent: other texts, to
@@ -34,11 +34,11 @@ class PromptLookup:
         self._recent = recent
         self._index = RunIndex(min_match)
         self._num_ids = 0  # length of the text when it was last seen
-        self._end = NONE  # the position after the occurrence that was found then
+        self._end = NONE  # the position after the occurrence found then
         self._length = 0
 
     def propose(self, token_ids: Items[int], count: int) -> TextGuess:
-        """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
+        """Return up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
         num_ids = len(token_ids)
         self._index.extend(token_ids, num_ids - 1)  # each run in it is followed by an id
         num_new = num_ids - self._num_ids
@@ -64,7 +64,7 @@ class PromptLookup:
         return TextGuess(self._continue(token_ids, count), self._length)
 
     def _continue(self, token_ids: Items[int], count: int) -> list[int]:
-        """The ids after the occurrence. It may reach into the text's end: then the text repeats itself."""
+        """Return the ids after the occurrence. It may overlap the text's end: then the text repeats itself."""
         drafts = list(token_ids[self._end : self._end + count])
         period = len(token_ids) - self._end
         while len(drafts) < count:
@@ -72,7 +72,7 @@ class PromptLookup:
         return drafts
 
     def finish(self, sequence: Sequence) -> None:
-        """The text ends."""
+        """Record that the text has ended."""
         if self._recent is not None:
             self._recent.add(sequence.token_ids[sequence.num_prompt :])
 

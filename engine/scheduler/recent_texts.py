@@ -19,7 +19,7 @@ END = -1  # after each text
 
 
 class RecentTexts:
-    """The outputs of one group of requests, the latest last."""
+    """The outputs of one group of requests, most recent last."""
 
     def __init__(self, min_match: int, max_match: int) -> None:
         """See `PromptLookup`."""
@@ -38,8 +38,8 @@ class RecentTexts:
         self._index.extend(self._ids, len(self._ids))
 
     def find(self, token_ids: Items[int], run: int, count: int, least: int) -> tuple[list[int], int]:
-        """Up to `count` ids that followed the end of `token_ids` in the text where most of its ids occurred, if these
-        are more than `least`; and how many they are. run: hash of the last ids; see `RunIndex.find`."""
+        """Return up to `count` ids that followed the end of `token_ids` in the text with the longest match, if it is
+        longer than `least`; and the length of the match. run: hash of the last ids; see `RunIndex.find`."""
         best: list[int] = []
         best_length = least
         last = len(token_ids) - 1

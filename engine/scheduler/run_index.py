@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 MAX_BUCKETS = 1 << 16
-SPARE_BITS = 2  # four buckets for each id or more, so that few runs share one
+SPARE_BITS = 2  # at least four buckets for each id, so that few runs share one
 MAX_CANDIDATES = 16  # earlier occurrences to examine
-MANY = 8  # ids to index at a time, from which the set-up of a quicker loop pays
+MANY = 8  # minimum number of ids for which setting up a faster loop pays off
 NONE = -1
 
 
@@ -20,12 +20,12 @@ class RunIndex:
         """num_expected: final number of ids, if the text will grow much."""
         self._run_length = run_length
         self._num_expected = num_expected
-        self._mask = 0  # one less than the number of buckets
+        self._mask = 0  # number of buckets - 1
         self._latest: array[int] = array("i")  # by bucket: where the latest run ends
         self._previous: array[int] = array("i")  # by position: where the previous run in its chain ends
 
     def extend(self, token_ids: Items[int], end: int) -> None:
-        """Index the runs that end before the position `end`. token_ids: as before, and more."""
+        """Index the runs that end before the position `end`. token_ids: as before, with ids appended."""
         if not self._latest:
             num_bits = SPARE_BITS + max(end, self._num_expected).bit_length()
             self._latest = array("i", [NONE]) * min(MAX_BUCKETS, 1 << num_bits)
@@ -50,7 +50,7 @@ class RunIndex:
             latest[bucket] = position
 
     def find(self, run: int) -> Items[int]:
-        """Where runs end that are probably the one with this hash (`hash_end`), the latest first."""
+        """Yield where runs end that probably are the one with this hash (`hash_end`), most recent first."""
         if not self._latest:
             return ()
         candidate = self._latest[run & self._mask]
@@ -64,13 +64,13 @@ class RunIndex:
 
 
 def hash_end(token_ids: Items[int], run_length: int) -> int:
-    """The hash of the last run of `token_ids`, which has at least so many."""
+    """Return the hash of the last run of `token_ids`, which must be at least that long."""
     return hash(tuple(token_ids[len(token_ids) - run_length :]))
 
 
 def count_equal(first_ids: Items[int], first: int, second_ids: Items[int], second: int, most: int, least: int) -> int:
-    """Count how many ids before the positions `first` and `second` of two texts are equal. Returns 0 early if one look
-    shows that they are at most `least`."""
+    """Count how many ids before the positions `first` and `second` of two texts are equal. Returns 0 early if a single
+    comparison shows that they are at most `least`."""
     shorter = min(first, second)
     if shorter < least or first_ids[first - least] != second_ids[second - least]:
         return 0

@@ -1,10 +1,10 @@
 """Speculative decoding: which drafts a step verifies for each sequence.
 
-A draft is a guess of the next output ids. The step computes it together with the newest id and samples after each of
-its tokens; it is accepted up to the first id that differs from the sampled one. So drafts change how many steps a text
-takes, and nothing else. A step takes longer with drafts, and the first of them costs more than each further one: the
-length of a sequence's drafts follows how often such guesses have come true, and what drafts cost, from the times of
-steps.
+A draft predicts the next output ids. The step computes it together with the newest id and samples after each of its
+tokens; it is accepted up to the first id that differs from the sampled one. So drafts change how many steps a text
+takes, and nothing else. A step takes longer with drafts, and the first of them costs more than each further one. The
+length of a sequence's drafts depends on how often such drafts were accepted and on their cost, measured from the times
+of steps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.scheduler.step_costs import DraftPause, StepCosts
 
 FIRST_RATE = 0.5  # initial acceptance rate
-RATE_WEIGHT = 0.15  # weight of the latest guess
-EXCESS_WEIGHT = 0.1  # the same for guesses from texts
-LEAST_RATE = 0.1  # below this acceptance rate, guesses are not worth a row even if rows are free
+RATE_WEIGHT = 0.15  # weight of the latest draft
+EXCESS_WEIGHT = 0.1  # the same for drafts from texts
+LEAST_RATE = 0.1  # below this acceptance rate, drafts are not worth a row even if rows are free
 
 
 class DraftSource(Protocol):
@@ -34,13 +34,13 @@ class DraftSource(Protocol):
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
 
     def finish(self, sequence: Sequence) -> None:
-        """The text ends."""
+        """Record that the text has ended."""
 
 
 class BatchDraftSource(Protocol):
     """Drafts the continuations of several texts at once. This takes time: see `step_seconds`."""
 
-    step_seconds: float  # time of one more guess for all texts; 0 until it is known
+    step_seconds: float  # time of one more draft id for all texts; 0 until it is known
 
     def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
         """For each sequence, return at most the given number of ids that may come next."""
@@ -50,18 +50,18 @@ class BatchDraftSource(Protocol):
         beyond `sequence.num_computed` belong to rejected drafts."""
 
     def forget(self, request_id: int) -> None:
-        """The request has ended."""
+        """Record that the request has ended."""
 
 
 @dataclass(slots=True)
 class _Drafter(ABC):
-    """The guesses of one sequence."""
+    """The drafts of one sequence."""
 
-    proposed: Items[int] = ()  # guesses of the ids after the first `num_ids`
+    proposed: Items[int] = ()  # draft of the ids after the first `num_ids`
     num_ids: int = 0  # length of the sequence when `proposed` was made
 
     def judge(self, token_ids: Items[int]) -> None:
-        """Compare the last guess with the actual ids, whether or not it was verified as a draft."""
+        """Compare the last draft with the actual ids, whether or not it was verified."""
         for place, (guessed, came) in enumerate(zip(self.proposed, token_ids[self.num_ids :], strict=False)):
             self.learn(place, guessed == came)
             if guessed != came:
@@ -69,16 +69,16 @@ class _Drafter(ABC):
 
     @abstractmethod
     def learn(self, place: int, came_true: bool) -> None:
-        """Record whether the id at `place` of the guess came, after those before it."""
+        """Record whether the id at `place` of the draft was right, given that those before it were."""
 
     @abstractmethod
     def find_chance(self, place: int) -> float:
-        """How probable it is that the id at `place` of the guess comes, after those before it."""
+        """Return the probability that the id at `place` of the draft is right, given that those before it are."""
 
 
 @dataclass(slots=True)
 class _ModelDrafter(_Drafter):
-    rate: float = FIRST_RATE  # recent acceptance rate of its guesses
+    rate: float = FIRST_RATE  # recent acceptance rate of its drafts
 
     def learn(self, place: int, came_true: bool) -> None:
         self.rate += RATE_WEIGHT * (came_true - self.rate)
@@ -91,9 +91,9 @@ class _ModelDrafter(_Drafter):
 class _TextDrafter(_Drafter):
     source: DraftSource
     rates: MatchRates  # shared by all sequences
-    match_length: int = 0  # ids that the guess follows
-    next_lookup: int = 0  # length of the sequence at which to look for the next guess
-    excess: float = 0.0  # recent acceptance rate of its guesses, minus what `rates` say
+    match_length: int = 0  # ids that the draft follows
+    next_lookup: int = 0  # length of the sequence at which to look for the next draft
+    excess: float = 0.0  # recent acceptance rate of its drafts, minus that in `rates`
 
     def learn(self, place: int, came_true: bool) -> None:
         length = self.match_length + place
@@ -107,7 +107,7 @@ class _TextDrafter(_Drafter):
 class Speculator(ABC):
     """Chooses drafts for the sequences of a scheduler. Its choices do not affect outputs."""
 
-    WASTE_WEIGHT = 1.0  # how much more wasted time counts than saved time
+    WASTE_WEIGHT = 1.0  # weight of wasted time relative to saved time
     _drafters: Mapping[int, _Drafter]  # by request id
 
     def __init__(self, num_tokens: int) -> None:
@@ -115,8 +115,8 @@ class Speculator(ABC):
         self.num_tokens = num_tokens
         self.costs = StepCosts()
         self.paused_indices: Collection[int] = ()  # request indices that get no drafts for now
-        self._num_drafting = 0  # sequences with drafts in the step that is being scheduled
-        self._num_drafting_before = 0  # and in the one before it
+        self._num_drafting = 0  # sequences with drafts in the step being scheduled
+        self._num_drafting_before = 0  # sequences with drafts in the previous step
 
     @abstractmethod
     def update(self, sequence: Sequence) -> None:
@@ -127,7 +127,7 @@ class Speculator(ABC):
         raise NotImplementedError
 
     def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int) -> None:
-        """Make guesses before a step is scheduled. ready: sequences that the step may compute, with the maximum number
+        """Make drafts before a step is scheduled. ready: sequences that the step may compute, with the maximum number
         of drafts of each. num_running: sequences that share the steps."""
         self._num_drafting_before = self._num_drafting
         self._num_drafting = 0
@@ -138,7 +138,7 @@ class Speculator(ABC):
 
     @abstractmethod
     def forget(self, sequence: Sequence) -> None:
-        """The request has ended."""
+        """Record that the request has ended."""
 
     @abstractmethod
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
@@ -164,8 +164,9 @@ class Speculator(ABC):
         return not self.costs.is_comparison_due and sequence.req_index not in self.paused_indices
 
     def _find_fixed_cost(self, num_running: int, num_drafting: int) -> float:
-        """The first sequence that drafts in a step pays for the extra time of a step with drafts. If several drafted in
-        the step before, it pays only its share, because they will probably draft again."""
+        """Return the fixed cost that the next sequence with drafts must pay. The first one in a step pays for the extra
+        time of a step with drafts; if several had drafts in the previous step, it pays only its share, because they
+        will probably have drafts again."""
         return self.costs.find_fixed_cost(num_running) / max(1, num_drafting)
 
     def _count_worthwhile(
@@ -194,15 +195,15 @@ class Speculator(ABC):
 class TextSpeculator(Speculator):
     """Drafts from the texts themselves, which costs little.
 
-    Guesses after longer matches come true more often, and how often is learned from all sequences. A sequence whose
-    own guesses do worse gets fewer drafts. Rejected drafts delay the sequences that have none, so a draft must be
-    expected to save several times the time that it is expected to waste. A match grows by one with each id, so after a
-    short one there is no lookup until it may be long enough.
+    Drafts after longer matches are accepted more often, and the rates are learned from all sequences. A sequence whose
+    own drafts do worse gets fewer. Rejected drafts delay the sequences that have none, so a draft must be expected to
+    save several times the time that it is expected to waste. A match grows by one with each id, so after a short one
+    there is no lookup until it may be long enough.
     """
 
     WASTE_WEIGHT = 4.0
     MOST_SKIPPED = 8  # ids without a lookup
-    REVIEW_STEPS = 16  # steps after which the shortest useful match is found anew
+    REVIEW_STEPS = 16  # steps after which the shortest useful match is determined again
 
     def __init__(
         self,
@@ -273,16 +274,16 @@ class TextSpeculator(Speculator):
 
 
 class ModelSpeculator(Speculator):
-    """Drafts with another model, if that pays: a guess costs a step of that model in addition to the row."""
+    """Drafts with another model if that pays off: a draft id costs a step of that model in addition to the row."""
 
-    RATE_MEMORY = 0.98  # weight of the rate so far, over all sequences, against one new comparison
-    TRIAL_IDS = 32  # make a guess after this many ids without one, so that a low rate can recover
+    RATE_MEMORY = 0.98  # weight of the rate so far, over all sequences, relative to one new comparison
+    TRIAL_IDS = 32  # make a draft after this many ids without one, so that a low rate can recover
 
     def __init__(self, num_tokens: int, source: BatchDraftSource) -> None:
         super().__init__(num_tokens)
         self._drafters: dict[int, _ModelDrafter] = {}
         self._source = source
-        self._mean_rate = FIRST_RATE  # mean over all sequences, the initial rate of a new one
+        self._mean_rate = FIRST_RATE  # mean over all sequences, used as the initial rate of a new one
 
     def update(self, sequence: Sequence) -> None:
         if not sequence.num_output:
@@ -337,7 +338,7 @@ class ModelSpeculator(Speculator):
         self._source.forget(sequence.request.id)
 
     def _find_cost(self, num_running: int) -> float:
-        """The draft costs a step of the source, too."""
+        """Add the cost of a step of the source."""
         step_seconds = self.costs.find_step_seconds()
         share = self._source.step_seconds / step_seconds if step_seconds > 0.0 else 0.0
         return super()._find_cost(num_running) + share

@@ -1,11 +1,11 @@
-"""What drafts cost, learned from the times of steps, and whether they have paid lately."""
+"""The cost of drafts, learned from the times of steps, and whether they have paid off recently."""
 
 from __future__ import annotations
 
 
 class _RecentLine:
-    """A straight line through recent points, close to their median: one far away counts as one at a limited distance,
-    because another process on the machine may hold up a step."""
+    """A straight line through recent points, close to their median: the distance of an outlier is limited, because
+    another process on the machine may delay a step."""
 
     MOST_DEVIATIONS = 2.0  # distance limit, as a multiple of the mean distance
     DEVIATION_WEIGHT = 0.05  # weight of the latest point in the mean distance
@@ -44,7 +44,7 @@ class _RecentLine:
         self._covariance += share * (from_x * (y - self.mean_y) - self._covariance)
 
     def fade(self, share: float) -> None:
-        """Move the line towards 0, and let the next points count more."""
+        """Move the line towards 0, and give the next points more weight."""
         self.mean_y -= share * self.mean_y
         self._covariance -= share * self._covariance
         self._weight -= share * self._weight
@@ -59,28 +59,29 @@ class _RecentLine:
 
 
 class StepCosts:
-    """Estimates how long a decode step takes without drafts, what drafting at all adds to it, and what each draft adds.
+    """Estimates the time of a decode step without drafts, the fixed extra time of one with drafts, and that of each
+    draft.
 
-    Steps with drafts are compared with the latest ones without, because other work on the machine may make all of them
-    slower. Costs are shares of what an id costs in a step without drafts.
+    Steps with drafts are compared with the latest ones without, because other work on the machine may slow all of them.
+    Costs are shares of the cost of an id in a step without drafts.
     """
 
     UNKNOWN = 0.2  # cost of a draft until it is known
-    FEW = 4  # steps of a kind, after which their times are believed
-    COMPARE_AFTER = 32  # steps with drafts in a row, after which one without is due
-    MOST_FIXED = 0.25  # share of a step; more is the error of a comparison, or leads to a pause
-    MOST_LONGER = 1.0  # share of a step; any longer delay has another cause
-    FORGET = 0.005  # share of these costs dropped after a step without drafts: an error must not prevent drafts forever
+    FEW = 4  # number of steps of a kind after which their times are trusted
+    COMPARE_AFTER = 32  # number of consecutive steps with drafts after which one without is due
+    MOST_FIXED = 0.25  # share of a step; larger costs are measurement errors, or lead to a pause
+    MOST_LONGER = 1.0  # share of a step; longer delays have other causes
+    FORGET = 0.005  # share of these costs dropped after a step without drafts: errors must not prevent drafts forever
 
     def __init__(self) -> None:
         self._plain = _RecentLine(0.9)  # seconds of steps without drafts; flat
-        self._excess = _RecentLine(0.95)  # number of drafts -> time that a step took longer, as a share
+        self._excess = _RecentLine(0.95)  # number of drafts -> extra time of a step, as a share
         self._num_since_plain = 0
-        self._fixed_share = 0.0  # time that a step with drafts takes longer, whatever their number, as a share
-        self._draft_share: float | None = None  # and for each draft; None until it is known
+        self._fixed_share = 0.0  # extra time of a step with drafts, whatever their number, as a share
+        self._draft_share: float | None = None  # extra time per draft; None until it is known
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> float:
-        """Record a step with that many newest ids and drafts. Returns the cost of its drafts as a share of a step."""
+        """Record a step with this many newest ids and drafts. Returns the cost of its drafts as a share of a step."""
         if not num_drafts:
             self._num_since_plain = 0
             self._plain.observe(0, seconds, self._plain.mean_y or seconds)
@@ -98,7 +99,7 @@ class StepCosts:
 
     @property
     def is_comparison_due(self) -> bool:
-        """Whether the next step should have no drafts, because the cost of drafts can only be told by comparison."""
+        """Whether the next step should have no drafts, because their cost can only be found by comparison."""
         return self._num_since_plain >= self.COMPARE_AFTER
 
     def find_step_seconds(self) -> float:
@@ -106,15 +107,15 @@ class StepCosts:
         return self._plain.mean_y if self._plain.num_points >= self.FEW else 0.0
 
     def find_draft_cost(self, num_sequences: int) -> float:
-        """Return what one more draft costs, 0 to 1."""
+        """Return the cost of one more draft, 0 to 1."""
         return self.UNKNOWN if self._draft_share is None else min(1.0, self._draft_share * num_sequences)
 
     def find_fixed_cost(self, num_sequences: int) -> float:
-        """Return what a step with drafts costs in addition to each of them."""
+        """Return the cost of a step with drafts apart from that of each draft."""
         return min(self.MOST_FIXED, self._fixed_share) * num_sequences
 
     def _split_excess(self, num_sequences: int) -> None:
-        """Divide the mean excess into a fixed part and one for each draft, neither of them negative."""
+        """Divide the mean extra time into a fixed part and one per draft, neither of them negative."""
         line = self._excess
         if line.num_points < self.FEW:
             return
@@ -125,14 +126,14 @@ class StepCosts:
 
 
 class DraftPause:
-    """Stops lookups and drafts for a while when they have not paid, each time longer, and then tries again."""
+    """Stops lookups and drafts for a while when they have not paid off, longer each time, and then tries again."""
 
     MEMORY = 0.97  # weight of a step relative to the next one
-    LEAST_GAIN = 0.03  # share of a step: sequences without drafts must not wait for less
-    FREE = 0.005  # share of a step that drafts may cost whatever they save
-    TRIAL = 8  # steps with drafts, after which they are judged
-    LONGEST_TRIAL = 64  # steps, after which they are judged in any case
-    SHORTEST = 16  # steps; they tell whether steps have become slower for another reason
+    LEAST_GAIN = 0.03  # share of a step: sequences without drafts must not be delayed by less
+    FREE = 0.005  # share of a step that drafts may cost regardless of their savings
+    TRIAL = 8  # steps with drafts after which they are judged
+    LONGEST_TRIAL = 64  # steps after which they are judged in any case
+    SHORTEST = 16  # steps that show whether steps have become slower for another reason
     LONGEST = 512
     GROWTH = 4
 

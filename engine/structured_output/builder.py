@@ -19,7 +19,7 @@ RECENT_GRAMMARS = 64  # unused matchers that are kept; a typical one takes 100 K
 
 
 def load_tokenizer(config: Config) -> LLTokenizer:
-    """The tokenizer that the server has, for masks as wide as the logits. Raises ModelError."""
+    """Load the tokenizer that the server uses, for masks as wide as the logits. Raises ModelError."""
     directory = Path(config.directory)
     if config.tokenizer is not None:
         directory = resolve_tokenizer(config.tokenizer, config.download_dir)
@@ -28,7 +28,7 @@ def load_tokenizer(config: Config) -> LLTokenizer:
 
 
 class MatcherBuilder:
-    """Compiles grammars in the background, each once. Matchers that come out are templates: copy them."""
+    """Compiles each grammar once, in the background. The resulting matchers are templates: copy them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -39,22 +39,21 @@ class MatcherBuilder:
         self._recent: OrderedDict[str, Future[LLMatcher | None]] = OrderedDict()
 
     def load(self) -> Future[LLMatcher | None]:
-        """Load the tokenizer in the background. That holds Python's lock for up to half a second, during which the
-        engine stands still, so it should be done before the engine takes requests. If it fails, the first request with
-        a grammar gets the error."""
+        """Load the tokenizer in the background. That holds the GIL for up to half a second, so it should be done before
+        the engine accepts requests. If it fails, the first request with a grammar gets the error."""
         return self.compile("")
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """Loads it, if it is the first time."""
+        """Load the tokenizer on first use."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(self._config)
             return self._tokenizer
 
     def compile(self, grammar: str) -> Future[LLMatcher | None]:
-        """A matcher at the start of the text; its error is that of the grammar. None for an empty grammar, once the
-        tokenizer is loaded. As long as the future is referenced, the same one is returned."""
+        """Return a matcher at the start of the text, which has an error if the grammar has one; None for an empty
+        grammar, once the tokenizer is loaded. As long as the future is referenced, the same one is returned."""
         found = self._matchers.get(grammar)
         if found is None:
             found = self._matchers[grammar] = self._executor.submit(self._build, grammar)

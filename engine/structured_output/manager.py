@@ -1,6 +1,6 @@
 """The grammars of running requests: which ids each allows next, and when its text is complete.
 
-Lives beside the scheduler, in the engine's process. A matcher's state is a function of the output ids alone, so it is
+Runs beside the scheduler, in the engine's process. A matcher's state is a function of the output ids alone, so it is
 rebuilt from them when a request is admitted again after a preemption or a restart.
 """
 
@@ -33,7 +33,7 @@ class StructuredOutputManager:
         self, compiler: MatcherBuilder, vocab_size: int, jump_forward: bool, fill_cheap_masks_at_once: bool
     ) -> None:
         """vocab_size: number of logits. jump_forward: append forced ids at once instead of sampling them one by one.
-        fill_cheap_masks_at_once: fill masks known to be cheap before the step instead of beside it."""
+        fill_cheap_masks_at_once: fill masks known to be cheap before the step instead of during it."""
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._jump_forward = jump_forward
@@ -43,32 +43,32 @@ class StructuredOutputManager:
         self._held: dict[int, Future[LLMatcher | None]] = {}  # by id, for requests that have not ended
 
     def begin(self, request: Request) -> None:
-        """Have a request's grammar compiled; it waits in `compiling`."""
+        """Start to compile a request's grammar; the request waits in `compiling`."""
         future = self._compiler.compile(request.sampling.grammar)
         self._held[request.id] = future  # so that no step compiles it again after a preemption
         self.compiling.add(request, future)
 
     def end(self, request_id: int) -> None:
-        """The request has ended, or has been aborted. May be called for any request."""
+        """Record that the request has ended or been aborted. May be called for any request."""
         self._held.pop(request_id, None)
         self.compiling.abort(request_id)
 
     @property
     def costly_indices(self) -> set[int]:
-        """Request indices whose grammars are costly: masks for their drafts would hold up others."""
+        """Request indices whose grammars are costly: masks for their drafts would delay others."""
         return {index for index, state in self._states.items() if state.is_costly}
 
     @property
     def held_indices(self) -> set[int]:
-        """Request indices that are not to be scheduled yet: their grammars are costly and their masks not ready."""
+        """Request indices that must not be scheduled yet: their grammars are costly and their masks are not ready."""
         return {index for index, state in self._states.items() if state.is_held}
 
     def wait_for_held(self) -> None:
-        """Wait for a moment until a request that was held can be scheduled."""
+        """Wait briefly until a held request can be scheduled."""
         wait_for_any([state for state in self._states.values() if state.is_held], WAIT_SECONDS)
 
     def prepare(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, MaskSource | None]:
-        """The same step with the rows that need masks, and what waits for these masks."""
+        """Return the step with the rows that need masks, and a function that waits for these masks."""
         new_states = {
             new.req_index: self._build_state(new) for new in scheduled.new_requests if new.sampling.is_constrained
         }
@@ -98,7 +98,7 @@ class StructuredOutputManager:
         return msgspec.structs.replace(scheduled, masked_rows=rows), wait_for_masks
 
     def advance(self, scheduled: SchedulerOutput, results: Sequence[RunnerOutput]) -> None:
-        """Take in the sampled ids. Adds the ids that must follow them, and marks results that complete their text, or
+        """Process the sampled ids. Adds the ids that must follow them, and marks results that complete their text, or
         whose grammar has failed."""
         advanced: list[ConstraintState] = []
         for index, state in self._find_sampled(scheduled):
@@ -113,7 +113,7 @@ class StructuredOutputManager:
             self._filler.start(advanced, self._compiler.tokenizer)
 
     def _advance(self, state: ConstraintState, result: RunnerOutput) -> None:
-        """Take in the ids of a result, up to the one that ends the text, and add those that must follow."""
+        """Process the ids of a result, up to the one that ends the text, and add those that must follow."""
         for number, token_id in enumerate(result.accepted_ids):
             state.advance(token_id)
             # Without a grammar, ids after the end of the budget were sampled freely; now the end is forced.
@@ -129,7 +129,7 @@ class StructuredOutputManager:
         result.ends_text = state.is_complete
 
     def _find_sampled(self, scheduled: SchedulerOutput) -> list[tuple[int, ConstraintState]]:
-        """The chunks, by index, of constrained requests that are sampled in the step."""
+        """Return the constrained chunks, by index, after which the step samples."""
         if not self._states:
             return []
         found = []
@@ -140,12 +140,12 @@ class StructuredOutputManager:
         return found
 
     def retain(self, indices: Collection[int]) -> None:
-        """Forget the requests of all other indices."""
+        """Forget the requests at all other indices."""
         if self._states:
             self._states = {index: state for index, state in self._states.items() if index in indices}
 
     def _build_state(self, new: NewRequestData) -> ConstraintState:
-        """The state after the output so far."""
+        """Build the state after the output so far."""
         template = self._compiler.compile(new.sampling.grammar).result()
         matcher = None if template is None else template.deep_copy()
         output_ids = new.token_ids[new.num_prompt :]

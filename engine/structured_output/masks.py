@@ -1,7 +1,7 @@
 """Masks of allowed ids. Threads fill them while a device computes a step: only sampling waits for them.
 
-Where the processor itself computes the step, masks known to be cheap are filled before it instead. Filling them beside
-it takes as much processor time and interrupts the threads of the step, which costs several times as much.
+If the CPU itself computes the step, masks known to be cheap are filled before it instead. Filling them at the same time
+takes as much processor time and interrupts the threads of the step, which costs several times as much.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from serve_llm.engine.structured_output.state import ConstraintState
 if TYPE_CHECKING:  # the engine starts workers before it loads torch
     from serve_llm.engine.sampling.grammar_mask import Mask
 
-MIN_ROWS = 4  # for a thread; fewer are done before another thread is awake
+MIN_ROWS = 4  # minimum number of masks for a thread; fewer are done before another thread has woken up
 MAX_THREADS = 8
 
 
 class MaskFiller:
-    """Fills the masks of rows, in threads of its own: some for costly grammars, others for those that must not wait."""
+    """Fills the masks of rows in its own threads: some for costly grammars, others for those that must not wait."""
 
     def __init__(self, vocab_size: int, fill_cheap_at_once: bool) -> None:
         """vocab_size: number of logits. fill_cheap_at_once: fill masks known to be cheap in the calling thread."""
@@ -60,7 +60,7 @@ class MaskFiller:
     def start_drafts(
         self, state: ConstraintState, draft_ids: Sequence[int], tokenizer: LLTokenizer
     ) -> list[Future[Mask]]:
-        """Start to fill the masks after each of the ids that may come next; without any id after one that cannot."""
+        """Start to fill the masks after each id of a draft; after an id that cannot come, a mask allows none."""
         masks: list[Future[Mask]] = [Future() for _ in draft_ids]
         if masks:
             self._executor.submit(self._fill_drafts, state, draft_ids, masks, tokenizer)
@@ -78,7 +78,7 @@ class MaskFiller:
                     state.advance(draft_id)
                 has_next = not (state.error or state.has_ended or state.is_complete)
                 mask.set_result(self._fill(state, tokenizer) if has_next else np.zeros(self._num_words, np.int32))
-        except BaseException as error:  # raised where the masks are waited for
+        except BaseException as error:  # raised when the masks are waited for
             for mask in masks:
                 if not mask.done():
                     mask.set_exception(error)
@@ -89,14 +89,14 @@ class MaskFiller:
             started = time.thread_time()
             try:
                 mask = self._fill(state, tokenizer)
-            except BaseException as error:  # raised where the mask is waited for
+            except BaseException as error:  # raised when the mask is waited for
                 state.mask.set_exception(error)
                 continue
             state.mask_seconds = time.thread_time() - started
             state.mask.set_result(mask)
 
     def _fill(self, state: ConstraintState, tokenizer: LLTokenizer) -> Mask:
-        """The mask of one row; without any id, and with `state.error` set, if its grammar fails."""
+        """Return the mask of one row; if its grammar fails, it allows no id and `state.error` is set."""
         masks = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32)
         mask: Mask = masks[0, : self._num_words]
         if state.forced_ids:
@@ -112,7 +112,7 @@ class MaskFiller:
             state.error = matcher_error(state.matcher)
             mask[:] = 0
             return mask
-        # Which ids end a text is the request's to say, not the tokenizer's.
+        # The request decides which ids end a text, not the tokenizer.
         for token_id in tokenizer.eos_tokens:
             _set_bit(mask, token_id, False)
         if state.matcher.is_accepting():

@@ -24,7 +24,7 @@ class ConstraintState:
     """A request's matcher and thinking budget after the output so far, and the ids that they force next.
 
     Forced ids are the tokenizer's own tokens of the only text that the grammar allows, or the end of reasoning whose
-    budget is spent. They are forced whether they are sampled one by one or appended at once, so both ways give the same
+    budget is used up. They are the same whether they are sampled one by one or appended at once, so both give the same
     output.
     """
 
@@ -64,7 +64,7 @@ class ConstraintState:
 
     @property
     def is_held(self) -> bool:
-        """Whether the request is not to be scheduled yet, so that others do not wait for its mask."""
+        """Whether the request must not be scheduled yet, so that others do not wait for its mask."""
         return self.is_costly and self.mask is not None and not self.mask.done()
 
     @property
@@ -75,7 +75,7 @@ class ConstraintState:
         return self.matcher.is_stopped() and self.matcher.is_accepting()
 
     def advance(self, token_id: int) -> None:
-        """Take in a sampled id. Sets `error` if the grammar does not allow it."""
+        """Process a sampled id. Sets `error` if the grammar does not allow it."""
         if token_id in self.sampling.stop_token_ids and self.num_output + 1 >= self.sampling.min_tokens:
             self.num_output += 1  # the text ends here, whether or not the grammar knows this id
             self.has_ended = True
@@ -93,7 +93,7 @@ class ConstraintState:
         return other
 
     def take_forced(self) -> list[int]:
-        """Take in all forced ids and return them; none if the request's restrictions on ids may forbid one."""
+        """Process all forced ids and return them; returns none if the request's restrictions on ids may forbid one."""
         taken: list[int] = []
         if self.sampling.allowed_token_ids or self.sampling.bad_words_ids:
             return taken
@@ -117,7 +117,8 @@ class ConstraintState:
             self.forced_ids.extend(self._find_forced())
 
     def _is_allowed(self, ids: list[int]) -> bool:
-        """Whether the grammar allows these ids next. Inside a call or a character it allows no end of the reasoning."""
+        """Whether the grammar allows these ids next. Inside a call or a character, it allows no end of the
+        reasoning."""
         return self.matcher is None or self.matcher.validate_tokens(ids) == len(ids)
 
     def _find_forced(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The thinking budget: count a request's reasoning tokens, and decide when its reasoning must close."""
+"""The thinking budget: count a request's reasoning tokens, and decide when its reasoning must end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_CHARACTER_BYTES = 4  # UTF-8
 
 
 class _Region(enum.Enum):
-    START = enum.auto()  # nothing but whitespace was written, or what may become the opening delimiter
+    START = enum.auto()  # only whitespace was written, or what may become the opening delimiter
     REASONING = enum.auto()
     CONTENT = enum.auto()
     CALL = enum.auto()
 
 
 class ThinkingTracker:
-    """Follows the output ids of one request in and out of its reasoning region, as the parser of its dialect does.
+    """Follows the output ids of one request into and out of its reasoning region, like the parser of its dialect.
 
     Delimiters are found in the text of the ids, because a model may write them with other ids than the tokenizer does.
     """
@@ -48,8 +48,8 @@ class ThinkingTracker:
         self._max_kept = max([MAX_CHARACTER_BYTES, *map(len, delimiters)])
         self._region = _Region.REASONING if budget.is_open else _Region.START
         self._num_tokens = 0  # inside the region
-        self._text = b""  # the end of the output, as much as a delimiter or a character can reach back
-        self._ids: list[int] = []  # the latest ones inside the region
+        self._text = b""  # the end of the output, as far back as a delimiter or a character can reach
+        self._ids: list[int] = []  # the latest ids inside the region
 
     def push(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
@@ -65,7 +65,7 @@ class ThinkingTracker:
                 self._text = self._text[-self._max_kept :]
 
     def find_close_ids(self) -> list[int]:
-        """The ids that must come next because the budget is spent: what is missing of the closing delimiter.
+        """Return the ids that must come next because the budget is used up: the rest of the closing delimiter.
 
         A character of several tokens is completed first.
         """
@@ -80,7 +80,7 @@ class ThinkingTracker:
         return close_ids
 
     def _pass_start(self) -> None:
-        """Enter the region if the text begins with a delimiter that opens it, and the content if it cannot any more."""
+        """Enter the region if the text begins with an opening delimiter, or the content once it can no longer do so."""
         text = self._text.lstrip()
         opening = next((one for one in self._opens if text.startswith(one)), None)
         if opening is not None:
@@ -88,10 +88,10 @@ class ThinkingTracker:
         elif not any(one.startswith(text) for one in self._opens):
             self._region = _Region.CONTENT
         else:
-            self._text = text  # whitespace does not pile up
+            self._text = text  # so that whitespace does not accumulate
 
     def _pass_delimiter(self) -> bool:
-        """Go on to the next region at the first delimiter of the text, and drop the text up to there."""
+        """Enter the next region at the first delimiter of the text, and drop the text up to there."""
         found = [
             (self._text.index(one) + len(one), region)
             for one, region in self._next_regions[self._region].items()
@@ -104,14 +104,14 @@ class ThinkingTracker:
         return True
 
     def _enter(self, region: _Region, text: bytes) -> None:
-        """text: what follows the delimiter."""
+        """text: the text after the delimiter."""
         self._region = region
         self._text = text
         self._ids = []
 
 
 def _ends_inside_character(text: bytes) -> bool:
-    """Whether the last bytes begin a character of UTF-8 without ending it."""
+    """Whether the last bytes begin a UTF-8 character without completing it."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(text)
     pending, _ = decoder.getstate()

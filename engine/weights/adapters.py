@@ -1,4 +1,4 @@
-"""Loading adapters into the slots of a rank: its part of each product, packed for the model's linear kernels."""
+"""Load adapters into the slots of a rank: its part of each product, packed for the model's linear kernels."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class _BuiltAdapter(NamedTuple):
     """An adapter's products on this rank."""
 
-    products: list[LoRAProduct | None]  # in the order of `LoRALayers.layers`; None where it changes nothing
+    products: list[LoRAProduct | None]  # in the order of `LoRALayers.layers`; None where the adapter changes nothing
     embedding: EmbeddingProduct | None
-    needs_groups: bool  # it changes the embedding or experts, whose layers have no slots of their own
+    needs_groups: bool  # it changes the embedding or experts, whose layers have no slots
 
 
 class AdapterLoader:
@@ -61,8 +61,8 @@ class AdapterLoader:
         max_kept: int = 0,
         engines: int = 1,
     ) -> None:
-        """dtype: the model's. max_kept: adapters in host memory, those in slots included. engines: that share
-        experts."""
+        """dtype: the model's. max_kept: limit on adapters in host memory, including those in slots. engines: number
+        that share experts."""
         self.layers = layers
         self._targets = find_lora_targets(spec, weight_map, engines=engines)
         self._rules = map_parameters(spec, weight_map)
@@ -71,12 +71,12 @@ class AdapterLoader:
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
-        self._slots_with_groups: set[int] = set()  # whose adapters need groups, see `_BuiltAdapter`
+        self._slots_with_groups: set[int] = set()  # slots whose adapters need groups, see `_BuiltAdapter`
         self._memory: AdapterMemory[_BuiltAdapter | AdapterContents] = AdapterMemory(max_kept)
 
     def load(self, slot: int, adapter: Adapter, files: AdapterFiles | None = None) -> None:
-        """Put the adapter into the slot, unless it is there. files: None to read its directory. Raises EngineError if
-        its files are not what they were."""
+        """Load the adapter into the slot unless it is there. files: None to read its directory. Raises EngineError if
+        its files have changed."""
         if self._memory.is_in_slot(adapter.digest, slot):
             return
         self._memory.clear(slot)
@@ -97,7 +97,7 @@ class AdapterLoader:
         self._memory.put(adapter.digest, slot, built if self._device.type == "cpu" else kept)
 
     def needs_groups(self, slots: Iterable[int | None]) -> bool:
-        """Whether one of the slots has an adapter for a layer that takes a step's rows in groups. Ranks agree."""
+        """Whether an adapter in one of the slots changes a layer that needs rows in groups. All ranks agree."""
         if self.layers.has_slots:
             return not self._slots_with_groups.isdisjoint(slots)
         return any(slot is not None for slot in slots)
@@ -109,7 +109,7 @@ class AdapterLoader:
         self.layers.begin_step(slots, starts, selected_starts, copier, self.needs_groups(slots))
 
     def _read(self, adapter: Adapter, files: AdapterFiles | None) -> AdapterContents:
-        """Raises EngineError if the files are not what they were."""
+        """Raises EngineError if the files have changed."""
         directory = Path(adapter.directory)
         try:
             if files is None:
@@ -135,9 +135,9 @@ class AdapterLoader:
         return _BuiltAdapter(products, embedding, not kinds.isdisjoint(("embedding", "expert", "experts")))
 
     def _build_product(self, layer: LoRALinear, contents: AdapterContents, stacks: _Stacks) -> LoRAProduct | None:
-        """None if the adapter does not change the layer."""
+        """Return None if the adapter does not change the layer."""
         downs: list[Tensor] = []
-        columns: dict[str, slice] = {}  # by module: parts of one joint module share its first product
+        columns: dict[str, slice] = {}  # by module: parameters of one merged module share its first product
         expansions = []
         num_columns = 0
         first_output = 0
@@ -159,7 +159,7 @@ class AdapterLoader:
             if found.magnitude is not None:
                 magnitude = _read_rows(name, part, found.rule, _to_tensor(found.magnitude))
                 lengths = self._compute_lengths(name, part, up, found.down)
-                factor = torch.where(lengths > 0, magnitude / lengths, 0.0)  # a row of zeros stays one
+                factor = torch.where(lengths > 0, magnitude / lengths, 0.0)  # a row of zeros stays unchanged
                 up *= factor.unsqueeze(1)
                 scale = self._build_scale(layer, outputs, _reorder(layer, name, factor))
             up = self._prepare(_reorder(layer, name, up), layer.dtype)
@@ -169,7 +169,7 @@ class AdapterLoader:
         return layer.pack(self._prepare(torch.cat(downs), layer.dtype), expansions)
 
     def _find_weight(self, name: str, contents: AdapterContents, stacks: _Stacks) -> _AdaptedWeight | None:
-        """What the adapter holds for a parameter of the model."""
+        """Find what the adapter contains for a parameter of the model."""
         weight = self._stacked.get(name)
         if weight is not None and weight.parameter in contents.modules:
             down, up = stacks.find(weight.parameter, weight.member)
@@ -185,7 +185,7 @@ class AdapterLoader:
         )
 
     def _build_embedding(self, layer: LoRAEmbedding, contents: AdapterContents) -> EmbeddingProduct | None:
-        """None if the adapter does not change the embedding."""
+        """Return None if the adapter does not change the embedding."""
         module = contents.modules.get(self._rules["embedding.weight"].source.removesuffix(".weight"))
         if module is None:
             return None
@@ -201,9 +201,9 @@ class AdapterLoader:
         return EmbeddingProduct(self._prepare(own), self._kernels.pack(self._prepare(up)), scale)
 
     def _compute_lengths(self, name: str, part: LoRAPart, up: Tensor, down: Tensor) -> Tensor:
-        """The L2 norms of this rank's rows of the weight with the adapter, over all inputs: (outputs,) float32.
+        """Compute the L2 norms of this rank's rows of the weight with the adapter, over all inputs: (outputs,) float32.
 
-        up: this rank's rows, scaled. Every rank reads whole rows, so all of them find the same norms.
+        up: this rank's rows, scaled. Every rank reads whole rows, so all compute the same norms.
         """
         base_weights = self.layers.base_weights
         assert base_weights is not None, "adapters are loaded after the model"
@@ -217,7 +217,7 @@ class AdapterLoader:
         return torch.cat(lengths).cpu()
 
     def _compute_column_lengths(self, up: Tensor, down: Tensor) -> Tensor:
-        """The L2 norms of the columns of the embedding with the adapter, over the vocabulary: (size,) float32.
+        """Compute the L2 norms of the columns of the embedding with the adapter, over the vocabulary: (size,) float32.
 
         up: (size, rank), scaled. down: (rank, vocabulary).
         """
@@ -249,7 +249,7 @@ class _AdaptedWeight(NamedTuple):
     """An adapter's change of a weight, for all ranks; see `AdapterModule`."""
 
     key: str  # the first product, which parameters of one module share
-    rule: WeightRule  # which rows of `up` are those of the parameter
+    rule: WeightRule  # the parameter's rows of `up`
     down: Tensor  # (rank, inputs) float32
     up: Tensor  # (outputs of the module, rank) float32
     scale: float
@@ -257,16 +257,16 @@ class _AdaptedWeight(NamedTuple):
 
 
 class _Stacks:
-    """The experts' parts of tensors that hold all experts. Those of one layer are read at a time."""
+    """The experts' parts of tensors that hold all experts. Tensors of one layer are read at a time."""
 
     NUM_KEPT = 2  # parameters of a layer
 
     def __init__(self, contents: AdapterContents) -> None:
         self._contents = contents
-        self._read: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter, the latest last
+        self._read: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter, most recent last
 
     def find(self, parameter: str, member: int) -> tuple[Tensor, Tensor]:
-        """`down` and `up` of an expert: (rank, inputs) and (outputs, rank) float32."""
+        """Return `down` and `up` of an expert: (rank, inputs) and (outputs, rank) float32."""
         module = self._contents.modules[parameter]
         if parameter not in self._read:
             if len(self._read) == self.NUM_KEPT:
@@ -279,15 +279,15 @@ class _Stacks:
 
 
 def _read_rows(name: str, part: LoRAPart, rule: WeightRule, whole: Tensor) -> Tensor:
-    """This rank's rows of a module's tensor with one row per output, as float32."""
-    rule = replace(rule, transform="none", format=None)  # PEFT stores outputs first in any case
+    """Read this rank's rows of a module's tensor with one row per output, as float32."""
+    rule = replace(rule, transform="none", format=None)  # PEFT always stores outputs first
     location = locate(name, rule, (part.shape[0], *whole.shape[1:]), Part(0, part.outputs))
     rows = location.ranges[0]
     return location.select(whole[rows.start : rows.stop]).contiguous()
 
 
 def _reorder(layer: LoRALinear, name: str, rows: Tensor) -> Tensor:
-    """Rows of a parameter in the order of the layer's outputs."""
+    """Put the rows of a parameter into the order of the layer's outputs."""
     for reorder in layer.reorders:
         rows = reorder(name, rows)
     return rows

@@ -25,7 +25,7 @@ _SCALE_DTYPES = {  # by the bytes of a scale, and whether a number divides it
 
 
 def build_dummy_loader(seed: int, model_dtype: torch.dtype, device: torch.device) -> WeightLoader:
-    """Random weights. Weights of norms, and what divides activations, are close to 1."""
+    """Return a loader of random weights. Weights of norms, and scales that divide activations, are close to 1."""
 
     def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         values = torch.randn(shape, generator=_seeded(seed, name, device), device=device) * DEVIATION
@@ -39,7 +39,7 @@ def build_dummy_loader(seed: int, model_dtype: torch.dtype, device: torch.device
 
 
 def build_dummy_group_loader(seed: int, spec: GroupedSpec, device: torch.device) -> GroupedWeightLoader:
-    """Random weights in the forms in which the checkpoint's stay in memory."""
+    """Return a loader of random weights in the forms in which the checkpoint's weights stay in memory."""
 
     def load(name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
         layer = find_linear_layer(name)
@@ -73,7 +73,7 @@ def _build_weight(
     if form.is_float8:
         codes -= ((codes & FLOAT8_NAN) == FLOAT8_NAN).byte()  # the next number towards zero
     table = build_e2m1_table(device) if form.has_table else None
-    # A little different, so that no narrower type than the form's holds them.
+    # Slightly different, so that no narrower type than the form's can hold them.
     factors = 1 + 0.1 * torch.rand(groups, generator=generator, device=device)
     unscaled = GroupedWeight(
         codes,

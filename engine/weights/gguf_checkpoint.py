@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, or of a model in several, mapped and read part by part, with the interface of
+"""The tensors of a GGUF file, or of a model in several files, mapped and read part by part, with the interface of
 `weights.files.Checkpoint`."""
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ ROW_SUFFIX = "_inp_shexp.weight"  # a matrix of one row, which some files store 
 
 
 class GGUFCheckpoint:
-    """Where a file has the key and value up-projections of latent attention as two tensors, (heads, latent size, key
-    size) and (heads, value size, latent size), they are read as the one that other checkpoints have.
+    """The tensors of the files. If a file has the key and value up-projections of latent attention as two tensors,
+    (heads, latent size, key size) and (heads, value size, latent size), they are read as the one tensor of other
+    checkpoints.
 
     Raises ModelError if the file cannot be read.
     """
@@ -68,7 +69,7 @@ class GGUFCheckpoint:
         return (1, *shape) if name.endswith(ROW_SUFFIX) and len(shape) == 1 else shape
 
     def read(self, name: str, part: tuple[range, ...] | None = None) -> Tensor:
-        """The tensor, or a range of each dimension, on the CPU; float32 if it is quantised.
+        """Return the tensor, or a range of each dimension, on the CPU; float32 if it is quantised.
 
         Do not write to it: its memory may be the mapped file.
         """
@@ -89,7 +90,7 @@ class GGUFCheckpoint:
     def read_grouped(
         self, name: str, part: tuple[range, ...], upload: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> GroupedWeight | None:
-        """A range of each dimension as integers, of which all but the last are rows; None for a float tensor.
+        """Return a range of each dimension as integers; all dimensions but the last are rows. None for a float tensor.
 
         upload: copies blocks to the device on which they are unpacked.
         """
@@ -113,12 +114,13 @@ class GGUFCheckpoint:
         return unpack_blocks(upload(rows), stored.type.name).narrow_columns(columns.start - first * block, len(columns))
 
     def release(self) -> None:
-        """Drop what was read from this process's resident memory. Tensors that are still in use are read again."""
+        """Drop cached file contents from this process's resident memory. Tensors that are still in use are read
+        again."""
         for content in self._contents:
             content.madvise(mmap.MADV_DONTNEED)
 
     def _bytes(self, stored: StoredTensor, shape: tuple[int, ...], rows: range) -> Tensor:
-        """The bytes of a range of the outermost dimension."""
+        """Return the bytes of a range of the outermost dimension."""
         if len(rows) == 0:
             return torch.empty(0, dtype=torch.uint8)
         stride = stored.num_bytes // shape[0]
@@ -129,7 +131,7 @@ class GGUFCheckpoint:
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            # A private mapping: torch wants writable memory, but nothing writes to it.
+            # The mapping is private, because torch requires writable memory; nothing writes to it.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error

@@ -10,15 +10,15 @@ from pathlib import Path
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.config import read_config_dtype
 
-ASSUMED = "float32"  # as in transformers, where nothing tells the dtype
+ASSUMED = "float32"  # as in transformers, if nothing else determines the dtype
 ASSUMED_IF_QUANTISED = "bfloat16"  # a quantised checkpoint rarely keeps its other weights in float32
 NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' name -> torch's
 WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}  # bytes
-KINDS = ("weight", "bias")  # last part of the names of tensors that are in the model's dtype; scales are in others
+KINDS = ("weight", "bias")  # last part of the names of tensors in the model's dtype; scales have other dtypes
 
 
 def find_checkpoint_dtype(raw: Mapping[str, object], directory: Path | None) -> tuple[str, str]:
-    """The dtype of the weights, such as "bfloat16", and where it comes from if config.json does not name it, else "".
+    """Return the dtype of the weights, such as "bfloat16", and its source if that is not config.json, else "".
 
     raw: config.json. directory: the checkpoint; its safetensors are read if config.json names no dtype. None if there
     are only config.json and no weights. Raises ModelError if a file cannot be read.
@@ -32,7 +32,7 @@ def find_checkpoint_dtype(raw: Mapping[str, object], directory: Path | None) -> 
 
 
 def _read_stored_dtype(directory: Path) -> str | None:
-    """The dtype of most bytes of weights that are floating-point numbers; None without any."""
+    """Return the floating-point dtype with the most bytes of weights; None if there is none."""
     import safetensors
 
     num_bytes: Counter[str] = Counter()

@@ -40,7 +40,7 @@ from serve_llm.kernels.registry import Kernels, choose
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # number of parameters loaded so far, number of all
+Progress = Callable[[int, int], None]  # number of parameters loaded so far, total number
 
 
 class OpenWeights(NamedTuple):
@@ -113,7 +113,7 @@ def open_weights(
     load_format: str,
     seed: int,
 ) -> OpenWeights:
-    """Match a checkpoint's tensors with the parameters. All arguments and errors as of `load_model`."""
+    """Match a checkpoint's tensors with the parameters. Arguments and errors as in `load_model`."""
     if spec.fp8:
         fp8.check(device)
     if load_format == "dummy":
@@ -211,7 +211,7 @@ def _expand_rules(spec: ModelSpec, weight_map: WeightMap, stored: Mapping[str, s
 def _read_as_quantised(
     checkpoint: AnyCheckpoint, rules: dict[str, WeightRule], weight_map: WeightMap, stored: Mapping[str, str]
 ) -> dict[str, WeightRule]:
-    """The rules with the tensors of quantised modules in the place of their weights. stored: as `_expand_rules`."""
+    """Return the rules with the tensors of quantised modules instead of their weights. stored: as `_expand_rules`."""
     result: dict[str, WeightRule] = {}
     for tensor, rule in rules.items():
         module = tensor.removesuffix(".weight")
@@ -232,7 +232,7 @@ def _read_as_quantised(
         result[weight] = replace(rule, module=stored.get(weight, weight).removesuffix(f".{form.weight}"), format=form)
         unread = [f"{module}.{suffix}" for suffix in form.required]
         unread += [f"{module}.{suffix}" for suffix in form.optional if f"{module}.{suffix}" in stored]
-        # AutoGPTQ and AutoAWQ write biases of zeros for modules that have none.
+        # AutoGPTQ and AutoAWQ write zero biases for modules that have none.
         bias = f"{module}.bias"
         if bias in stored and bias not in rules and not checkpoint.read(stored[bias]).any():
             unread.append(bias)
@@ -241,7 +241,7 @@ def _read_as_quantised(
 
 
 def _find_stack_format(weight_map: WeightMap, tensor: str, stored: Mapping[str, str]) -> ScaledNumbers | None:
-    """Of a stack of experts; None unless it is of numbers of 8 bits without zero points and its scales are there."""
+    """Return the format of a stack of experts; None unless it has 8-bit numbers without zero points and scales."""
     if weight_map.quantized is None:
         return None
     form = weight_map.quantized.find_format(*weight_map.list_spellings(tensor.removesuffix(".weight")))
@@ -255,7 +255,7 @@ def _find_stack_format(weight_map: WeightMap, tensor: str, stored: Mapping[str, 
 def _find_format(
     weight_map: WeightMap, quantized: QuantizedModules, module: str, stored: Mapping[str, str]
 ) -> WeightFormat | None:
-    """None: the module is not quantised, or the checkpoint lacks the tensor that tells."""
+    """Return None if the module is not quantised, or the checkpoint lacks the tensor that determines it."""
     is_embedding = weight_map.embedding == f"{module}.weight"
     find = quantized.find_embedding_format if is_embedding else quantized.find_format
     form = find(*weight_map.list_spellings(module))
@@ -267,7 +267,7 @@ def _find_format(
 def _with_pooler_folders(
     load: WeightLoader, spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.device
 ) -> WeightLoader:
-    """`load`, and the weights of the pooler's layers that are stored in folders of their own."""
+    """Return `load` extended by the weights of the pooler's layers that are stored in separate folders."""
     loaders: dict[str, WeightLoader] = {}
     for layer in spec.pooler.layers if spec.pooler is not None else ():
         if layer.folder:
@@ -294,7 +294,7 @@ def _list(names: list[str]) -> str:
 
 
 def _count_parameters(spec: ModelSpec, weight_map: WeightMap, shard: Shard) -> int:
-    """How many parameters `build_decoder` reads on this rank."""
+    """Count the parameters that `build_decoder` reads on this rank."""
     rules = weight_map.expand(len(spec.layers), spec.int8).values()
     count = sum(shard.holds(parameter, spec) for rule in rules for parameter in rule.parameters)
     count += count_cache_scales(spec, shard)
@@ -338,7 +338,7 @@ class _Progress:
 
 
 def _quantise_int8_at_load(spec: ModelSpec) -> ModelSpec:
-    """The spec for random weights in floating point."""
+    """Return the spec for random weights in floating point."""
     return spec if spec.int8 is None else replace(spec, int8=replace(spec.int8, in_checkpoint=False))
 
 
@@ -350,9 +350,10 @@ def choose_kernels(
     attention_backend: str = "auto",
     cache_dtype: torch.dtype | None = None,
 ) -> Kernels:
-    """The kernels for the model. batch_invariant and what follows: see `kernels.registry.choose`.
+    """Choose the kernels for the model. batch_invariant and later arguments: see `kernels.registry.choose`.
 
-    Raises OptionError if the attention backend cannot be used."""
+    Raises OptionError if the attention backend cannot be used.
+    """
     mixers = [layer.attention for layer in spec.layers]
     attentions = [mixer for mixer in mixers if not isinstance(mixer, DeltaNetSpec)]
     with refuse_unavailable_backend(attention_backend):

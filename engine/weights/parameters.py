@@ -1,6 +1,6 @@
-"""Reading a model's parameters from the tensors of a checkpoint: this rank's part of each, one at a time.
+"""Read a model's parameters from the tensors of a checkpoint: this rank's part of each, one at a time.
 
-A parameter may be some rows of a tensor that holds several, transposed, one of a stack, or quantised.
+A parameter may be some rows of a tensor that holds several parameters, transposed, one of a stack, or quantised.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Source(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where in its tensor a parameter is, or a part of one."""
+    """The location of a parameter, or of a part of it, in its tensor."""
 
     tensor_shape: tuple[int, ...]  # shape of the whole tensor
     ranges: tuple[range, ...]  # what to read, one per dimension
-    select: Callable[[Tensor], Tensor]  # picks the parameter from what was read
+    select: Callable[[Tensor], Tensor]  # extracts the parameter from what was read
 
 
 class CheckpointLoader:
-    """A `WeightLoader` of a checkpoint's tensors. Results may be views of the mapped file."""
+    """A `WeightLoader` for a checkpoint's tensors. Results may be views of the mapped file."""
 
     def __init__(
         self, checkpoint: AnyCheckpoint, sources: Mapping[str, Source], dtype: torch.dtype, device: torch.device
@@ -55,7 +55,7 @@ class CheckpointLoader:
     def __call__(
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """See `WeightLoader`. Raises ModelError if the tensor has another shape or kind of numbers than the model."""
+        """See `WeightLoader`. Raises ModelError if the tensor has another shape or type than the model expects."""
         if name not in self._sources:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source = self._orient(self._sources[name], shape)
@@ -94,7 +94,7 @@ class CheckpointLoader:
         return None if weight is None else weight.map_rows(location.select)
 
     def _orient(self, source: Source, shape: tuple[int, ...]) -> Source:
-        """The source of a matrix of this shape in a stack that some versions of transformers write as (experts,
+        """Return the source of a matrix of this shape in a stack that some versions of transformers write as (experts,
         outputs, inputs), although others, and its publishers, write (experts, inputs, outputs)."""
         rule = source.rule
         if not rule.members or rule.transform != "transpose":
@@ -119,12 +119,12 @@ class CheckpointLoader:
         return read_module(reader, stored, (outputs, inputs), *location.ranges)
 
     def _read_blocks(self, source: Source, location: Location) -> GroupedWeight | None:
-        """A tensor whose blocks hold their scales, on the model's device; None for any other tensor."""
+        """Read a tensor whose blocks contain their scales, on the model's device; None for any other tensor."""
         self._check_shape(source.tensor, location.tensor_shape)
         return self._checkpoint.read_grouped(source.tensor, location.ranges, self._upload)
 
     def _read_stored(self, source: Source, location: Location) -> Tensor:
-        """The numbers as they are stored."""
+        """Read the numbers as they are stored."""
         self._check_shape(source.tensor, location.tensor_shape)
         tensor = self._checkpoint.read(source.tensor, location.ranges)
         return tensor[0] if source.rule.members else tensor
@@ -157,7 +157,7 @@ class CheckpointLoader:
         return tensor
 
     def _read_mxfp4(self, source: Source, location: Location) -> GroupedWeight:
-        """A matrix of a stack that is stored as MXFP4, on the model's device."""
+        """Read a matrix of a stack that is stored as MXFP4, on the model's device."""
         *outer, num_columns = location.tensor_shape
         if num_columns % mxfp4.BLOCK:
             raise ModelError(
@@ -190,7 +190,7 @@ class CheckpointLoader:
 
 
 def locate(name: str, rule: WeightRule, shape: tuple[int, ...], part: Part | None) -> Location:
-    """Find the parameter `name` of this shape, or a part of it, in the tensor of `rule`."""
+    """Locate the parameter `name` of this shape, or a part of it, in the tensor of `rule`."""
     num_parameters = len(rule.parameters) // (rule.members or 1)
     member, index = divmod(rule.parameters.index(name), num_parameters)
     sizes = rule.sizes or (shape[0],) * num_parameters
@@ -200,7 +200,7 @@ def locate(name: str, rule: WeightRule, shape: tuple[int, ...], part: Part | Non
     rows, select = _locate_rows(rule.groups, sizes, index, ranges[0])
     ranges[0] = rows
     tensor_shape = [sum(sizes), *shape[1:]]
-    if rule.transform == "transpose" and rule.format is None:  # quantised weights are (outputs, inputs) in any case
+    if rule.transform == "transpose" and rule.format is None:  # quantised weights are always (outputs, inputs)
         tensor_shape.reverse()
         ranges.reverse()
         select_rows = select
@@ -217,10 +217,10 @@ def locate(name: str, rule: WeightRule, shape: tuple[int, ...], part: Part | Non
 def _locate_rows(
     groups: int, sizes: tuple[int, ...], index: int, rows: range
 ) -> tuple[range, Callable[[Tensor], Tensor]]:
-    """The rows of a tensor to read for `rows` of one of its parameters, and the function that picks them.
+    """Return the rows of a tensor to read for `rows` of one of its parameters, and the function that extracts them.
 
     index: of the parameter in the tensor. sizes: rows of each parameter. groups: see `WeightRule`; every group that
-    `rows` reaches into is read whole.
+    `rows` overlaps is read whole.
     """
     size = sizes[index] // groups
     before = sum(sizes[:index]) // groups

@@ -1,4 +1,4 @@
-"""Reading a part of a linear module's weight as a quantised checkpoint stores it (`engine.model.weight_format`)."""
+"""Read a part of a linear module's weight as a quantised checkpoint stores it (`engine.model.weight_format`)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ModuleReader:
         ranges: Sequence[range] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A tensor, or ranges of its dimensions. shape: of the whole, as config.json asks for. dtype: None for any
-        that is floating point."""
+        """Read a tensor, or ranges of its dimensions. shape: of the whole, according to config.json. dtype: None for
+        any floating-point type."""
         name = f"{self.module}.{suffix}"
         found = self.checkpoint.shape(name)
         if found != tuple(shape):
@@ -97,7 +97,7 @@ Parts = tuple[range, range, range]  # rows, columns and groups to read
 
 
 def _check_zeros(reader: ModuleReader, stored: PackedIntegers, zeros: Tensor) -> None:
-    """Raise ModelError if there are zero points in a format without."""
+    """Raise ModelError if there are zero points in a format without them."""
     middle = 2 ** (stored.bits - 1)
     if stored.is_symmetric and (differing := zeros[zeros != middle]).numel():
         key = "zero_point: false" if stored.layout == "awq" else f"sym: true and checkpoint_format {stored.layout}"
@@ -110,7 +110,7 @@ def _check_zeros(reader: ModuleReader, stored: PackedIntegers, zeros: Tensor) ->
 def _read_groups(
     reader: ModuleReader, stored: PackedIntegers, columns: range, inputs: int, size: int, num_groups: int
 ) -> Tensor:
-    """The group of each of the columns."""
+    """Return the group of each column."""
     for suffix in stored.optional:
         if reader.has(suffix) and num_groups > 1:
             return reader.read(suffix, (inputs,), (columns,), torch.int32).cpu().long()
@@ -145,7 +145,7 @@ def _read_gptq(
     words, skipped = find_words(rows, bits)
     packed = reader.read("qzeros", (num_groups, count_words(outputs, bits)), (groups, words), torch.int32)
     zeros = unpack(packed, bits)[:, skipped : skipped + len(rows)]
-    if stored.layout == "gptq":  # stores zero points less 1
+    if stored.layout == "gptq":  # stores zero points minus 1
         zeros = (zeros + 1) & (2**bits - 1)
     scales = reader.read("scales", (num_groups, outputs), (groups, rows))
     return codes.contiguous(), scales.T.contiguous(), zeros.T.contiguous()

@@ -1,4 +1,4 @@
-"""Reading a part of a linear module's weight from any format of `engine.model.weight_format`."""
+"""Read a part of a linear module's weight from any format of `engine.model.weight_format`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _read_int8(
         raise ModelError(
             f"{reader.module}.{stored.zero_point} is not 0, but config.json says that weights are symmetric"
         )
-    codes = (integers.view(torch.uint8) + middle) & (2**stored.bits - 1)  # less `middle` it is the number
+    codes = (integers.view(torch.uint8) + middle) & (2**stored.bits - 1)  # minus `middle` it is the number
     group_of = torch.arange(columns.start, columns.stop, device=codes.device) // size - groups.start
     return CodeMatrix(codes, stored.bits, scales, group_of, size, zeros=zeros)
 
@@ -106,7 +106,8 @@ def read_stacked(
     shape: Sequence[int],
     ranges: Sequence[range],
 ) -> CodeMatrix:
-    """One matrix of a stack of experts of 8-bit floats or int8: the tensor `name`, and another one with the scales.
+    """Read one matrix of a stack of experts of 8-bit floats or int8: the tensor `name`, and another one with the
+    scales.
 
     is_transposed: whether the stack is (experts, inputs, outputs). shape: (experts, outputs, inputs). ranges: what to
     read of each, one expert. Raises as `read_module`.
@@ -155,7 +156,7 @@ def _read_stacked_scales(
 
 
 def _one_group(columns: range, weight: Tensor) -> Tensor:
-    """The groups of columns that all are in one."""
+    """Return the groups of columns that are all in one group."""
     return torch.zeros(len(columns), dtype=torch.long, device=weight.device)
 
 
@@ -167,7 +168,7 @@ def _read_row_numbers(
     rows: range,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Scales or zero points, (rows, 1) float32. dtype: None for any that is floating point."""
+    """Read scales or zero points, (rows, 1) float32. dtype: None for any floating-point type."""
     name = f"{reader.module}.{suffix}"
     shape = reader.checkpoint.shape(name)
     count = 1 if stored.strategy == "tensor" else outputs
@@ -216,8 +217,8 @@ def _read_torchao_int4(
 def _read_nibbles(
     reader: ModuleReader, suffix: str, shape: tuple[int, int], size: int, rows: range, columns: range
 ) -> tuple[Tensor, range, Tensor]:
-    """Codes of rows of whole groups of `size`, two in a byte, the first in the lower half: (rows, columns), the groups
-    that they are in, and the number of each column's group among these."""
+    """Read codes of rows of whole groups of `size`, two per byte, the first in the lower half. Returns (rows, columns),
+    the groups that they are in, and the number of each column's group among these."""
     outputs, inputs = shape
     if inputs % size:
         raise ModelError(f"{reader.module}: rows of {inputs} inputs are not whole groups of {size}")
@@ -232,10 +233,10 @@ def _read_nibbles(
 def _read_bits_and_bytes(
     reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, int], rows: range, columns: range
 ) -> CodeMatrix:
-    """Rows follow each other without gaps; the first number of a byte is in its upper half.
+    """Read rows that follow each other without gaps; the first number of a byte is in its upper half.
 
-    Blocks are of neighbouring numbers of the whole matrix. If rows are not whole blocks, groups of a row are the
-    largest ones that are each in one block.
+    Blocks consist of neighbouring numbers of the whole matrix. If rows are not whole blocks, groups of a row are the
+    largest ones that lie within one block.
     """
     outputs, inputs = shape
     block, offset, nested_block = _read_state(reader, stored, shape)
@@ -256,7 +257,7 @@ def _read_bits_and_bytes(
         positions = torch.arange(blocks.start, blocks.stop, device=outer.device)
         absmax = values[indices] * outer[positions // nested_block] + offset
     elif len(reader.checkpoint.shape(f"{reader.module}.weight.absmax")) == 2 and inputs % block == 0:
-        # bitsandbytes writes a model so after it was used on a CPU.
+        # bitsandbytes writes a model this way after it was used on a CPU.
         per_row = inputs // block
         absmax = reader.read("weight.absmax", (per_row, outputs), (range(per_row), rows)).float().T.flatten()
     else:
@@ -276,7 +277,7 @@ def _read_bits_and_bytes(
 
 
 def _read_state(reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, int]) -> tuple[int, float, int]:
-    """Numbers per scale, what is added to scales, and scales per scale of scales."""
+    """Read the numbers per scale, the offset of scales, and the scales per scale of scales."""
     name = f"{reader.module}.{stored.marker}"
     length = reader.checkpoint.shape(name)
     if len(length) != 1 or length[0] > LARGEST_STATE:
