@@ -95,11 +95,11 @@ class LLM:
             raise
         self._replicas = self._supervisor.replicas
         self._generator = Generator(LocalDispatcher(self._replicas), self._model, resolved.seed)
-        # The caller's own process may render and compile whatever the caller gives.
+        # The caller's own process may render and compile anything that the caller provides.
         context = Context(self._model, self._replicas.facts, resolved.limits, trusts_templates=True, is_worker=True)
         self._context = context._replace(grammars=build_grammar_compiler(context))
         self._num_requests = 0
-        self._cache_salt = ""  # requests share cached prefixes with those of the same salt
+        self._cache_salt = ""  # requests share cached prefixes with those of equal salt
 
     def generate(
         self,
@@ -187,7 +187,7 @@ class LLM:
         lora_request: AdapterChoices = None,
         lora: AdapterChoices = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """The embedding of each prompt. Fields are those of /v1/embeddings, adapters and errors those of `generate`."""
+        """Return the embedding of each prompt. Fields as in /v1/embeddings; adapters and errors as in `generate`."""
         fields = {"dimensions": dimensions, "truncate_prompt_tokens": truncate_prompt_tokens}
         bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
 
@@ -206,7 +206,7 @@ class LLM:
         lora_request: AdapterChoices = None,
         lora: AdapterChoices = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """The probabilities of each prompt's classes. Adapters and errors are those of `generate`."""
+        """Return the probabilities of each prompt's classes. Adapters and errors are those of `generate`."""
         fields = {"truncate_prompt_tokens": truncate_prompt_tokens}
         bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
         settings = self._model.vectors
@@ -228,7 +228,7 @@ class LLM:
         lora_request: AdapterChoices = None,
         lora: AdapterChoices = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well each document matches its query: one query for all, or one for each.
+        """Return how well each document matches its query: one query for all, or one for each.
 
         Adapters and errors are those of `generate`; a list of adapters has one for each document.
         """
@@ -281,7 +281,8 @@ class LLM:
     def _expand_params(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
-        """One SamplingParams per prompt, each checked again: its fields may have been set since it was made."""
+        """Return one SamplingParams per prompt. Each is checked again: its fields may have been set since it was
+        created."""
         if params is None or isinstance(params, SamplingParams):
             return [msgspec.structs.replace(params or self.get_default_sampling_params())] * num_prompts
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -311,7 +312,7 @@ class LLM:
     def _add_adapters(
         self, requests: Sequence[TextRequest], lora_request: AdapterChoices, lora: AdapterChoices
     ) -> None:
-        """Set the requests' adapters, and load those that are new."""
+        """Set the requests' adapters, and load new ones."""
         for request, chosen in zip(requests, expand_adapters(lora_request, lora, len(requests)), strict=True):
             if chosen is None:
                 continue
@@ -354,7 +355,7 @@ class LLM:
         lora_request: AdapterChoices,
         lora: AdapterChoices,
     ) -> list[Pool]:
-        """One request per body, of the route that `job` belongs to."""
+        """Prepare one request per body, for the route of `job`."""
         self._check_open()
         pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
         self._add_adapters([pool.request for pool in pools], lora_request, lora)
@@ -363,7 +364,7 @@ class LLM:
     def _pool(
         self, pools: Sequence[Pool], build: Callable[[Pool, list[bytes]], VectorOutput], use_tqdm: UseTqdm
     ) -> list[PoolingRequestOutput[VectorOutput]]:
-        """Compute all together."""
+        """Compute all requests together."""
         generations = [self._open(pool.request) for pool in pools]
         with create_bar(use_tqdm, len(pools)) as bar:
             results = self._run(run_all(generations, bar))

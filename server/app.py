@@ -112,7 +112,7 @@ _BODIES: list[type[BaseModel]] = [
     PoolingRequest,
 ]
 
-# Beginnings of paths that an option adds, or that another engine has.
+# Prefixes of paths that an option adds, or that belong to another engine.
 _ROUTE_HINTS = {
     "/api/": "Ollama's own routes are not served; /v1/chat/completions, /v1/completions and /v1/models are",
     "/v1/responses/": "it may need the option --responses-store",
@@ -123,7 +123,7 @@ _ROUTE_HINTS = {
     "/v1/unload_lora_adapter": "it may need the option --enable-lora",
     "/scale": "it may need the option --data-parallel-max; vLLM's /scale_elastic_ep is POST /scale here",
 }
-# Paths of other engines, and common misspellings -> ours of the same purpose.
+# Paths of other engines, and common misspellings -> our equivalent.
 _OTHER_PATHS = {
     "/completion": "/v1/completions",
     "/embed": "/v1/embeddings",
@@ -147,13 +147,13 @@ _BATCH_CONCURRENCY = 64  # requests per engine
 
 
 class BuiltApp(NamedTuple):
-    """The app with the parts that its owner ends: `admission` drains it, then `batches` is stopped and `prompts` is
+    """The app, with parts to stop at the end: `admission` drains it, then `batches` is stopped and `prompts` is
     closed."""
 
     app: ASGIApp
     admission: AdmissionController
     prompts: PromptPool
-    batches: BatchService | None  # None: batches are not stored
+    batches: BatchService | None  # None: no batches are stored
 
 
 def create_app(
@@ -166,8 +166,8 @@ def create_app(
     front_ends: FrontEndGroup | None = None,
     scaler: Scaler | None = None,
 ) -> BuiltApp:
-    """The app that serves one model on engines that are ready. storage: the caller closes it. adapters: None: there are
-    none yet. tracing: None: there are no traces. front_ends: processes that answer clients instead of this one and
+    """Create the app that serves one model on engines that are ready. storage: the caller closes it. adapters: None:
+    there are none yet. tracing: None: no traces. front_ends: processes that answer clients instead of this one and
     forward some requests to it. scaler: None: the number of engines is fixed."""
     adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names, options.download_dir)
     replicas.usage.watch_adapters(adapters.adapters)
@@ -193,7 +193,7 @@ def create_app(
         app.include_router(create_adapter_router(state, adapters, share))
     batch_service = None
     if storage.batches is not None:
-        inner = RequestIdMiddleware(AnthropicErrorMiddleware(app), HttpMeter())  # lines of batches are not over HTTP
+        inner = RequestIdMiddleware(AnthropicErrorMiddleware(app), HttpMeter())  # batch lines do not come over HTTP
         batch_service = BatchService(
             storage.batches,
             inner,
@@ -224,9 +224,10 @@ def create_front_end_app(
     tracing: Tracing | None,
     start_time: int,
 ) -> BuiltFrontEndApp:
-    """The app of a front end process: the routes that need nothing but the engines. The others are forwarded.
+    """Create the app of a front end process: the routes that need nothing but the engines. Other routes are forwarded.
 
-    refused: requests that the dispatcher refused itself, by reason. start_time: of the server, in Unix seconds."""
+    refused: requests that the dispatcher refused itself, by reason. start_time: of the server, in Unix seconds.
+    """
     counts = _create_counts(refused, StoreUsage(), FrontEndCounts(1))
     state = replace(_create_state(dispatcher, model, options, adapters, counts, tracing, None), start_time=start_time)
     app = _wrap(_create_fastapi(state, options.page), options, counts.http)
@@ -286,7 +287,8 @@ def _create_state(
 
 
 def _find_body_budget(limits: Limits, num_front_ends: int) -> int:
-    """Bytes of bodies at once. Front ends divide them, but each can read one body of any size that is allowed."""
+    """Return the total bytes of bodies being read. Front ends share them, but each can read one body of the maximum
+    size."""
     share = max(limits.all_bodies_bytes // num_front_ends, limits.body_bytes)
     return min(share, limits.all_bodies_bytes)
 
@@ -321,7 +323,8 @@ def _wrap(app: FastAPI, options: Options, meter: HttpMeter) -> ASGIApp:
 
 
 def _choose_batch_concurrency(options: Options) -> int:
-    """Requests of stored batches that run together while there are no other requests. They may not fill the queue."""
+    """Return how many requests of stored batches run together while there are no other requests. They may not fill the
+    queue."""
     num_running = min(options.max_num_seqs, _BATCH_CONCURRENCY) * options.max_engines
     return max(1, min(num_running, options.max_queue[0] // 2))
 
@@ -337,7 +340,7 @@ async def _answer_serve_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, which the router refuses."""
+    """Answer requests with unknown paths or wrong methods, which the router refuses."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 405:
@@ -348,7 +351,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def _suggest_route(request: Request) -> str:
-    """Most wrong paths come from a base URL with /v1 too many or too few."""
+    """Suggest a route. Most wrong paths come from a base URL with a missing or surplus /v1."""
     path = request.url.path
     inner = re.sub(r"^(/v1)*(?=/)", "", path)
     for candidate in (f"/v1{inner}", inner):
@@ -359,9 +362,9 @@ def _suggest_route(request: Request) -> str:
 
 
 async def _answer_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client is gone
+    return Response(status_code=499)  # the client has disconnected
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
-    """A bug. Starlette raises the exception again after this, so the traceback is logged."""
+    """Answer after a bug. Starlette raises the exception again after this, so the traceback is logged."""
     return _respond(RequestError("internal error; the server's log says more"))

@@ -1,6 +1,6 @@
 """Start the engine and build the app, for the daemon or for a replica of Ray Serve. Opens no socket, handles no signal.
 
-The engine process starts first, because its imports take longest; the app's imports and the tokenizer load meanwhile.
+The engine process starts first, because its imports take longest; the app's imports and the tokenizer load in parallel.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Assembly(NamedTuple):
     prompts: PromptPool
     storage: Storage
     batches: BatchService | None
-    tracing: Tracing | None  # None: there are no traces
+    tracing: Tracing | None  # None: no traces
 
     async def stop_batches(self) -> None:
-        """The next server goes on with them. Idempotent."""
+        """Stop the batches; the next server continues them. Idempotent."""
         if self.batches is not None:
             await self.batches.stop()
 
@@ -65,9 +65,10 @@ class Assembly(NamedTuple):
 
 
 async def assemble(options: Options, front_ends: FrontEndGroup | None = None) -> Assembly:
-    """Raises the ServeError that the start failed with. Leaves no engine process behind on failure or cancellation.
+    """Raises the ServeError with which the start failed. Leaves no engine process behind on failure or cancellation.
 
-    front_ends: processes that answer clients; the caller starts and stops them."""
+    front_ends: processes that answer clients; the caller starts and stops them.
+    """
     if options.has_front_ends and front_ends is None:
         name = "--front-ends" if options.front_ends > 1 else "--front-end-addr"
         raise OptionError(f"{name}: only the server that `serve-llm MODEL` starts has other processes answer clients")
@@ -92,7 +93,7 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
         from serve_llm.server.prompt.model import ServedModel
         from serve_llm.server.storage.storage import Storage
 
-        storage = Storage.open(options)  # before the engine is awaited: a folder that cannot be written fails early
+        storage = Storage.open(options)  # before waiting for the engine: an unwritable folder fails early
         on_failure.callback(storage.close)
         model = await _in_thread(lambda: ServedModel.load(directory, options))
         await _in_thread(model.log_findings)
@@ -125,7 +126,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
             outcome = functools.partial(future.set_result, result)
         except Exception as error:
             outcome = functools.partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody awaits the result
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing awaits the result
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, daemon=True).start()

@@ -42,7 +42,7 @@ def run(options: Options) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OptionError if the address is not available."""
+    """Return a listening socket. Raises OptionError if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -112,7 +112,7 @@ async def serve(options: Options) -> int:
 
 @contextlib.asynccontextmanager
 async def _serve_front_ends(front_ends: FrontEndGroup, assembly: Assembly, options: Options) -> AsyncIterator[None]:
-    """Let front ends that are loaded answer clients, and answer what they forward."""
+    """Let loaded front ends answer clients, and answer the requests that they forward."""
     from serve_llm.server.front_ends.background import keep_running
     from serve_llm.server.http.connection import HttpServer
 
@@ -197,7 +197,7 @@ async def _first_of(*futures: asyncio.Future[Any], seconds: float | None = None)
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as two futures: the first signal drains, the second one stops at once."""
+    """SIGINT and SIGTERM as two futures: the first signal drains, the second one stops immediately."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

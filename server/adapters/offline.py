@@ -1,4 +1,4 @@
-"""The adapters that calls of `LLM` name."""
+"""The adapters named in calls of `LLM`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoRARequest:
         lora_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """LoRARequest(name, path), or as in vLLM LoRARequest(name, number, path). The number has no meaning here: an
-        adapter is known by its name and its files."""
+        adapter is identified by its name and its files."""
         if lora_path is None and not isinstance(lora_int_id, int):
             lora_path = lora_int_id
         elif not isinstance(lora_int_id, int | None):
@@ -41,7 +41,7 @@ AdapterChoices = AdapterChoice | Sequence[AdapterChoice | None] | None
 def expand_adapters(
     lora_request: AdapterChoices, lora: AdapterChoices, num_prompts: int
 ) -> Sequence[AdapterChoice | None]:
-    """One choice per prompt. lora_request, lora: two names of one argument. Raises InvalidRequest."""
+    """Return one choice per prompt. lora_request, lora: two names of one argument. Raises InvalidRequest."""
     if lora is not None and lora_request is not None:
         raise InvalidRequest("lora and lora_request are the same; give one", "lora")
     chosen = lora_request if lora is None else lora

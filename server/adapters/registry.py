@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterRegistry:
-    """Engines load an adapter when a request first needs it; the registry only names it."""
+    """Engines load an adapter when a request first needs it; the registry only holds its name."""
 
     def __init__(
         self, facts: ModelInfo, max_rank: int, model_names: Collection[str], download_dir: str | None = None
     ) -> None:
-        """facts: of an engine that is ready. model_names: those of the base model, which no adapter may have.
+        """facts: those of an engine that is ready. model_names: those of the base model, which no adapter may have.
         download_dir: for adapters on the Hub."""
         self.adapters: dict[str, Adapter] = {}  # by name
         self._facts = facts
@@ -43,9 +43,9 @@ class AdapterRegistry:
 
     async def load(self, name: str, directory: str, in_place: bool = False) -> Adapter:
         """Check an adapter and give it a name. directory: or a Hugging Face id, whose files are downloaded. in_place:
-        replace the adapter of this name, if there is one.
+        replace the adapter with this name, if there is one.
 
-        Requests that have begun keep the adapter that they began with. Raises AdapterError if it cannot be served,
+        Open requests keep the adapter with which they started. Raises AdapterError if it cannot be served,
         InvalidRequest if the name is taken.
         """
         self._check_name(name, in_place)
@@ -78,8 +78,8 @@ class AdapterRegistry:
             await self.load(name, directory)
 
     async def obtain(self, request: AdapterChoice) -> Adapter:
-        """The adapter of an offline request, loaded if it is new or its files have changed; or the one of a name.
-        Raises as `load` does, and InvalidRequest if there is none of this name."""
+        """Return the adapter of an offline request, loaded if it is new or its files have changed; or the one with a
+        given name. Raises as `load` does, and InvalidRequest if there is no adapter with this name."""
         if isinstance(request, str):
             if request not in self.adapters:
                 raise InvalidRequest(
@@ -93,11 +93,11 @@ class AdapterRegistry:
                 if read_stamp(Path(known.directory)) == self._stamps[request.lora_name]:
                     return known
             except OSError:
-                pass  # `load` says what is missing
+                pass  # `load` reports what is missing
         return await self.load(request.lora_name, request.lora_path, in_place=True)
 
     def unload(self, name: str) -> None:
-        """Requests that have begun go on. Raises ModelNotFound."""
+        """Drop the adapter's name; open requests continue. Raises ModelNotFound."""
         if name not in self.adapters:
             raise ModelNotFound(f"there is no adapter {name}", "lora_name")
         del self.adapters[name]
@@ -110,7 +110,7 @@ class AdapterRegistry:
         try:
             stamp = read_stamp(directory)
         except OSError:
-            stamp = ()  # the check says what is missing
+            stamp = ()  # the check reports what is missing
         check = AdapterCheck(str(directory), self._facts.lora_targets, self._max_rank, self._facts.directory)
         command = [sys.executable, "-P", "-m", "serve_llm.engine.lora.check"]
         try:

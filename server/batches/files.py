@@ -12,11 +12,11 @@ from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.server.batches.lines import RESULT_PREFIX, BatchRequest, parse_request, parse_result
 from serve_llm.server.http.errors import InvalidRequest
 
-LINE_BYTES = 2**16  # for everything in a line but its body
+LINE_BYTES = 2**16  # limit on everything in a line except its body
 
 
 class InvalidLine(OptionError):
-    """A line of the input is at fault. `reason` says why, without file and line, which is counted from 1. `code` names
+    """A line of the input is invalid. `reason` says why, without file and line, which is counted from 1. `code` names
     the reason in the API."""
 
     def __init__(self, reason: str, path: Path = Path(), number: int = 0, code: str = "invalid_line") -> None:
@@ -27,12 +27,12 @@ class InvalidLine(OptionError):
 
 
 class InvalidOutput(OptionError):
-    """An output holds anything but results."""
+    """The output contains something other than results."""
 
 
 class BatchInput:
-    """A file with one request per line; empty lines and a byte order mark are skipped. Raises OptionError: InvalidLine,
-    if a line is at fault."""
+    """A file with one request per line; empty lines and a byte order mark are skipped. Raises OptionError, and
+    InvalidLine if a line is invalid."""
 
     def __init__(self, path: Path, max_body_bytes: int, endpoint: str | None = None) -> None:
         """endpoint: the `url` of every request; None: they may differ."""
@@ -51,7 +51,7 @@ class BatchInput:
         return ids
 
     def read(self, done: Collection[str]) -> Iterator[BatchRequest]:
-        """The requests whose custom_id is not in `done`."""
+        """Yield the requests whose custom_id is not in `done`."""
         for _, request in self._read_numbered():
             if request.custom_id not in done:
                 yield request
@@ -85,7 +85,7 @@ class BatchInput:
 
 class BatchOutput:
     """A file with one result per line, in the order in which requests end. It is locked until `close`, so that two runs
-    cannot write to it together."""
+    cannot write to it at the same time."""
 
     def __init__(self, path: Path) -> None:
         """Raises OptionError if the file cannot be written, or another run writes to it."""
@@ -102,9 +102,10 @@ class BatchOutput:
             raise OptionError(f"--output-file {path}: another run-batch writes to it") from None
 
     def read_ids(self) -> set[str]:
-        """The custom_ids of all results. Removes a last line that is not whole: its run was killed as it wrote.
+        """Return the custom_ids of all results. Removes an incomplete last line: its run was killed while writing it.
 
-        Raises InvalidOutput, and changes nothing, if the file holds anything but results."""
+        Raises InvalidOutput, and changes nothing, if the file contains anything but results.
+        """
         self._file.seek(0)
         ids = set[str]()
         for number, line in enumerate(self._file, start=1):
@@ -118,7 +119,7 @@ class BatchOutput:
         return ids
 
     def append(self, line: bytes) -> None:
-        """Raises ServeError, from then on: another line would continue one that was not written as a whole."""
+        """Append a line. After an error, every call raises ServeError, because the last line may be incomplete."""
         if self._is_torn:
             raise ServeError(f"cannot write to {self._path} after an error")
         try:
@@ -129,7 +130,7 @@ class BatchOutput:
             raise ServeError(f"cannot write to {self._path}: {error.strerror}") from None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # `append` has told of it
+        with contextlib.suppress(OSError):  # `append` has reported it
             self._file.close()
 
     def _remove_tail(self, tail: bytes) -> None:

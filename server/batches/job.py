@@ -1,8 +1,8 @@
 """One stored batch, from the validation of its input to its end.
 
-Batches of one API key are validated and answered in turn, but a batch that waits for its turn is cancelled, expires and
-fails like one that runs. The files of results are its state: after kill -9, the next server continues with the requests
-that have no result yet.
+Batches of one API key are validated and answered in turn, but a waiting batch can be cancelled, expire or fail like a
+running one. The files of results are its state: after kill -9, the next server continues with the requests that have no
+result yet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNANSWERED = {
 @dataclass(frozen=True)
 class BatchContext:
     """What all batches share. app: the app without its check of API keys. owners: one name per key, in the order of the
-    keys. concurrency: maximum number of requests of all batches at a time."""
+    keys. concurrency: maximum number of concurrent requests of all batches."""
 
     store: BatchStore
     app: ASGIApp
@@ -69,7 +69,7 @@ class BatchJob:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """The batch has been cancelled, which is stored."""
+        """Notice that the batch has been cancelled, which is already stored."""
         self._woken.set()
 
     async def run(self) -> None:
@@ -120,7 +120,7 @@ class BatchJob:
         await store.change_batch(self._id, lambda stored: _end(stored, outcome, self.counts))
 
     async def _answer_in_turn(self, batch: StoredBatch, requests: BatchInput, paths: BatchPaths) -> str:
-        """Returns the status of the batch at its end. Raises OSError, ServeError."""
+        """Answer the batch when its turn comes. Returns its final status. Raises OSError, ServeError."""
         answering = asyncio.create_task(self._answer(requests, paths))
         waking = asyncio.create_task(self._woken.wait())
         try:
@@ -136,7 +136,7 @@ class BatchJob:
             await asyncio.wait([answering, waking])
 
     async def _answer(self, requests: BatchInput, paths: BatchPaths) -> None:
-        """Answer what has no result. Raises OSError, ServeError."""
+        """Answer the requests that have no result. Raises OSError, ServeError."""
         context = self._context
         async with self._turns.answering:
             with contextlib.closing(BatchResults(paths, self.counts)) as results:
@@ -164,7 +164,7 @@ class BatchJob:
 
 
 def _count_requests(requests: BatchInput, paths: BatchPaths, max_lines: int) -> int | BatchProblem:
-    """The number of requests, or what is wrong with the input. Raises OSError, ServeError."""
+    """Return the number of requests, or what is wrong with the input. Raises OSError, ServeError."""
     if not paths.input.exists():
         return BatchProblem("input_file_not_found", "the input is not stored any more")
     try:
@@ -200,7 +200,7 @@ def _end(batch: StoredBatch, status: str, counts: RequestCounts) -> None:
 
 
 def _write_unanswered(requests: BatchInput, paths: BatchPaths, counts: RequestCounts, code: str, message: str) -> None:
-    """Every request without a result gets one that says why. Raises OSError, ServeError."""
+    """Write a result with the reason for every request without a result. Raises OSError, ServeError."""
     with contextlib.closing(BatchResults(paths, counts)) as results:
         for request in requests.read(results.read_ids()):
             results.write(build_unanswered(request.custom_id, code, message), 500)

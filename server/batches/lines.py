@@ -20,7 +20,7 @@ ENDPOINTS = (
     "/v1/rerank",
     "/v1/score",
 )
-RESULT_PREFIX = b'{"id":"batch_req_'  # how every result line begins
+RESULT_PREFIX = b'{"id":"batch_req_'  # the start of every result line
 
 
 class _Line(msgspec.Struct):
@@ -53,7 +53,7 @@ class BatchError(msgspec.Struct):
 
 
 class BatchResult(msgspec.Struct):
-    """One line of the output. What went wrong with a request that was answered is in its response."""
+    """One line of the output. If a request was answered, any error is in its response."""
 
     id: str
     custom_id: str
@@ -62,8 +62,8 @@ class BatchResult(msgspec.Struct):
 
 
 def parse_request(content: bytes) -> BatchRequest:
-    """A fault of the request alone becomes its `refusal`. Raises InvalidRequest, with no param if the line has not the
-    form of a batch's."""
+    """Parse a line. A fault of the request alone becomes its `refusal`. Raises InvalidRequest, with no param if the
+    line does not have the format of a batch."""
     try:
         line = msgspec.json.decode(content, type=_Line)
         fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
@@ -90,7 +90,7 @@ def _find_refusal(fields: dict[str, msgspec.Raw], body: object) -> InvalidReques
 
 
 def build_refusal(request: BatchRequest, refusal: InvalidRequest) -> LocalResponse:
-    """The answer to a request that is not passed on, as its route would write it."""
+    """Build the answer to a request that is not passed on, as its route would write it."""
     request_id = uuid.uuid4().hex
     body = error_body(refusal)
     if request.url == "/v1/messages":
@@ -99,7 +99,7 @@ def build_refusal(request: BatchRequest, refusal: InvalidRequest) -> LocalRespon
 
 
 def build_result(custom_id: str, response: LocalResponse) -> bytes:
-    """The line of the output, with its newline."""
+    """Build the line of the output, with its newline."""
     answer = BatchResponse(response.status, response.headers.get("x-request-id", ""), msgspec.Raw(response.body))
     return _encode_result(custom_id, answer, None)
 

@@ -19,7 +19,7 @@ class LocalResponse(NamedTuple):
 
 
 async def post_locally(app: ASGIApp, path: str, body: bytes, state: Mapping[str, object]) -> LocalResponse:
-    """state: added to the scope. Cancelling it aborts the request's generation."""
+    """state: added to the scope. Cancelling this call aborts the request's generation."""
     call = _LocalCall(body)
     scope: Scope = {
         "type": "http",
@@ -41,7 +41,7 @@ async def post_locally(app: ASGIApp, path: str, body: bytes, state: Mapping[str,
     except Exception:
         if not call.status:
             raise
-        logger.exception("request to %s failed", path)  # after its answer, which says so
+        logger.exception("request to %s failed", path)  # after its answer, which reports the error
     return LocalResponse(call.status, call.headers, b"".join(call.chunks))
 
 

@@ -24,12 +24,12 @@ async def run_requests(
     slot: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     state: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Pass each request to the app, up to `concurrency` together, and call `write` once with the line of its result and
-    its status.
+    """Pass each request to the app, up to `concurrency` at a time, and call `write` once with the line of its result
+    and its status.
 
-    Requests are read from `requests` only when they can start, so that a file of any length needs little memory.
-    slot: a context in which a request may run. state: added to the scope of each. Cancelling it aborts what runs; what
-    `write` raises ends it. A line may be large, so threads read them, one at a time.
+    Requests are read from `requests` only when they can start, so that a file of any length needs little memory. slot:
+    a context in which a request may run. state: added to the scope of each. Cancelling this call aborts running
+    requests; an exception of `write` ends it. A line may be large, so threads read them, one at a time.
     """
     reading = asyncio.Lock()
 
@@ -58,7 +58,7 @@ async def run_requests(
 
 
 async def _answer(app: ASGIApp, request: BatchRequest, state: Mapping[str, object]) -> LocalResponse:
-    """Waits for as long as the server is unavailable."""
+    """Answer a request. Waits as long as the server is unavailable."""
     if request.refusal is not None:
         return build_refusal(request, request.refusal)
     while True:

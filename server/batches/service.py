@@ -52,7 +52,7 @@ class BatchService:
             self.start(batch_id, owner)
 
     def start(self, batch_id: str, owner: str) -> None:
-        """Answer a batch that is stored, unless that has begun."""
+        """Start to answer a stored batch, unless that has begun."""
         if batch_id in self._jobs:
             return
         job = BatchJob(batch_id, owner, self._turns[owner], self._context)
@@ -69,13 +69,13 @@ class BatchService:
         return self.count(batch)
 
     def count(self, batch: StoredBatch) -> StoredBatch:
-        """The batch with its counts of now."""
+        """Return the batch with its current counts."""
         if batch.is_open and batch.id in self._jobs:
             batch.request_counts = self._jobs[batch.id][0].counts
         return batch
 
     async def stop(self) -> None:
-        """Abort what runs; the next server goes on with it. Idempotent."""
+        """Abort running requests; the next server continues. Idempotent."""
         tasks = [task for _, task in self._jobs.values()]
         if self._sweeping is not None:
             tasks.append(self._sweeping)

@@ -13,7 +13,7 @@ from serve_llm.server.metrics.meter import BatchCounts
 
 
 class BatchSlots:
-    """`limit` slots while no other request is open, otherwise one: batches progress and hardly slow others down."""
+    """`limit` slots while no other request is open, otherwise one: batches make progress and hardly slow others."""
 
     def __init__(self, admission: AdmissionController, limit: int, counts: BatchCounts) -> None:
         self._admission = admission

@@ -1,8 +1,8 @@
-"""The directory `--batches-dir`: files, and a database that says whose they are and which batches there are.
+"""The directory `--batches-dir`: files, and a database of their owners and of the batches.
 
-A file belongs to the API key that sent it; for other keys it does not exist. The files of a batch's results are written
-in place under ids derived from the batch's, and are listed once the batch has ended. A file that has expired is removed
-before the next thing is done with files, but the input of a batch not before that has ended.
+A file belongs to the API key that sent it; other keys cannot see it. The result files of a batch are written in place
+under ids derived from the batch's id, and are listed once the batch has ended. An expired file is removed before the
+next operation on files, but the input of a batch only after the batch has ended.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ObjectPage(NamedTuple):
 
 
 class BatchStore:
-    """Every method that is given an owner sees the objects of that owner only. Methods raise StoreError."""
+    """Methods with an owner see only that owner's objects. Methods raise StoreError."""
 
     def __init__(self, directory: str, limits: Limits) -> None:
         """Raises OptionError."""
@@ -188,7 +188,7 @@ class BatchStore:
         return await self._database.run(lambda connection: _list(connection, "batches", owner, page, "TRUE", []))
 
     async def find_open(self) -> list[tuple[str, str]]:
-        """The id and owner of each batch that has not ended, from the oldest."""
+        """Return the id and owner of each batch that has not ended, oldest first."""
         return await self._database.run(
             lambda connection: connection.execute(
                 f"SELECT id, owner FROM batches WHERE {_OPEN} ORDER BY number"
@@ -196,7 +196,7 @@ class BatchStore:
         )
 
     async def change_batch(self, batch_id: str, change: Callable[[StoredBatch], None]) -> StoredBatch:
-        """Apply `change` to what is stored of a batch. When it ends, its files of results are listed."""
+        """Apply `change` to the stored batch. When the batch ends, its result files are listed."""
 
         def update(connection: Connection) -> StoredBatch:
             owner, content = connection.execute(
@@ -226,7 +226,7 @@ class BatchStore:
         return msgspec.json.decode(content, type=kind)
 
     async def _run(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` without files that have expired."""
+        """Run `work` after removing expired files."""
 
         def run(connection: Connection) -> Result:
             rows = connection.execute(_EXPIRED, (int(time.time()),)).fetchall()
@@ -265,7 +265,7 @@ class BatchStore:
             connection.execute("INSERT INTO file_expiries VALUES (?, ?)", (file.id, file.expires_at))
 
     def _remove_unknown_files(self, connection: Connection) -> None:
-        """Remove what an upload or a deletion left that was killed."""
+        """Remove what an interrupted upload or deletion has left behind."""
         known = {file_id for (file_id,) in connection.execute("SELECT id FROM files")}
         for (batch_id,) in connection.execute(f"SELECT id FROM batches WHERE {_OPEN}"):
             known.update(_name_results(batch_id))
@@ -275,7 +275,7 @@ class BatchStore:
 
 
 def _name_results(batch_id: str) -> tuple[str, str]:
-    """The ids of a batch's output and error file."""
+    """Return the ids of a batch's output and error files."""
     name = batch_id.removeprefix("batch_")
     return f"file-{name}-output", f"file-{name}-error"
 

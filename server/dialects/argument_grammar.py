@@ -1,4 +1,4 @@
-"""The grammar of a call's arguments in the codec of a dialect, bound to the tool's schema or only well-formed."""
+"""The grammar of a call's arguments in the codec of a dialect, bound to the tool's schema or just well-formed."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _KEY = r"[A-Za-z_][A-Za-z0-9_.$-]{0,63}"
 
 
 class ArgumentsWriter:
-    """Writes into one grammar."""
+    """Writes arguments into one grammar."""
 
     def __init__(self, lark: LarkWriter, write_schema: Callable[[object], object], names: Iterable[str] = ()) -> None:
-        """write_schema: a JSON schema as llguidance takes it; raises GrammarError. names: that arguments may have
-        besides plain ones, where no schema binds them."""
+        """write_schema: returns a JSON schema as llguidance takes it; raises GrammarError. names: of arguments besides
+        plain ones, if no schema restricts them."""
         self._lark = lark
         self._names = [name for name in dict.fromkeys(names) if re.fullmatch(_KEY, name) is None]
         self._write_schema = write_schema
         self._literals: LiteralWriter | None = None
 
     def write(self, codec: Codec, schema: Schema | None) -> Symbols:
-        """Everything between the name and the end of the call. schema: None for arguments that are only well-formed.
+        """Write everything between the name and the end of the call. schema: None for just well-formed arguments.
 
         Raises GrammarError.
         """
@@ -68,7 +68,7 @@ class ArgumentsWriter:
                 return self._literals.write(schema)
 
     def write_object(self, codec: JsonCodec, name: str, schema: Schema | None) -> Symbol:
-        """A call as one JSON object. Raises GrammarError."""
+        """Write a call as one JSON object. Raises GrammarError."""
         arguments = {**(_bind_object(schema) if schema else {}), "type": "object"}
         properties: dict[str, object] = {codec.id_key: {"type": "string"}} if codec.id_key else {}
         properties |= {codec.name_key: {"const": name}, codec.arguments_key: arguments}
@@ -79,7 +79,7 @@ class ArgumentsWriter:
         return self._lark.add_schema(self._write_schema(detach_part(schema, root)))
 
     def _write_key(self, codec: Codec) -> Symbol:
-        """The name of any argument."""
+        """Write the name of any argument."""
         names = [write_literal(name).expression for name in self._names if can_write_name(name, codec)]
         return Symbol(f"({' | '.join((write_regex(_KEY).expression, *names))})", is_terminal=True)
 
@@ -96,7 +96,7 @@ class ArgumentsWriter:
         return elements
 
     def _write_any_element(self, codec: TaggedCodec) -> Symbol:
-        """An argument of any name and value between its delimiters."""
+        """Write an argument of any name and value between its delimiters."""
         opening = join(self._lark.write_text(get_written_form(codec.key_open)), [self._write_key(codec)])
         value_end = self._lark.write_text(get_written_form(codec.value_end))
         text = join([write_free_text(write_patterns(codec.value_end))], value_end)
@@ -106,7 +106,7 @@ class ArgumentsWriter:
         return self._lark.add_rule(*ways)
 
     def _write_element(self, codec: TaggedCodec, member: Member, root: Schema) -> Symbol:
-        """An argument between its delimiters."""
+        """Write an argument between its delimiters."""
         opening = self._lark.write_text(
             get_written_form(codec.key_open) + member.name + get_written_form(codec.key_end)
         )
@@ -131,7 +131,7 @@ class ArgumentsWriter:
 
 
 def _bind_object(schema: Schema) -> Schema:
-    """The schema of arguments, which are an object even where it allows null. Raises GrammarError."""
+    """Return the schema of arguments, which are an object even if it allows null. Raises GrammarError."""
     if "$ref" in schema and "type" not in schema:
         return schema
     types = schema.get("type", "object")

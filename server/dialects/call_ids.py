@@ -1,4 +1,4 @@
-"""Ids of calls by the model's own rule, since its template may show them to it."""
+"""Generate ids of calls by the model's own rule, since its template may show them to it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class CallIdMaker:
-    """For one choice. Ids of a turn differ."""
+    """Makes the ids of one choice. Ids within a turn differ."""
 
     def __init__(self, generator: random.Random, num_previous_calls: int) -> None:
-        """num_previous_calls: of the conversation before this turn."""
+        """num_previous_calls: calls in the conversation before this turn."""
         self._generator = generator
         self._num_previous_calls = num_previous_calls
         self._used: set[str] = set()
 
     def make(self, rule: IdRule, name: str, written_id: str, index: int) -> str:
-        """The id of call `index` of the turn. written_id: what the model wrote; "" if it wrote none."""
+        """Make the id of call `index` of the turn. written_id: the id that the model wrote; "" if it wrote none."""
         call_id = self._make(rule, name, written_id, index)
         self._used.add(call_id)
         return call_id

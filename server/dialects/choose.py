@@ -1,5 +1,4 @@
-"""Choose the dialect of the served model: what the user names, else what the checkpoint says, else what its chat
-template shows."""
+"""Choose the dialect of the served model: the user's choice, else the checkpoint's, else that of its chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding delimiters in text that is still being written, and which of a dialect count where."""
+"""Find delimiters in text that is still being written, and determine which of a dialect's delimiters apply where."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class Incomplete(enum.Enum):
-    """Result of reading text whose meaning depends on what follows."""
+    """The result of reading text whose meaning depends on what follows."""
 
     INCOMPLETE = 0
 
@@ -28,10 +28,10 @@ class Found(NamedTuple):
 
 
 class DelimiterSet:
-    """Delimiters under labels. The leftmost wins, of those that begin together the longest.
+    """Labelled delimiters. The leftmost one wins; of those that begin at the same position, the longest one.
 
-    Whitespace inside a delimiter stands for any whitespace or none, whitespace around it does not count. Delimiters
-    that are empty or whitespace are left out.
+    Whitespace inside a delimiter matches any whitespace or none; whitespace around it is ignored. Empty delimiters and
+    those that are only whitespace are left out.
     """
 
     def __init__(self, delimiters: Iterable[tuple[str, Delimiter]]) -> None:
@@ -50,7 +50,7 @@ class DelimiterSet:
         return self._candidate.search(text) is None
 
     def match(self, text: str, start: int, final: bool) -> Found | Incomplete | None:
-        """The longest delimiter at `start`. final: the text is complete."""
+        """Return the longest delimiter at `start`. final: the text is complete."""
         best: Found | None = None
         for label, words in self._forms:
             end = _match_words(text, start, words)
@@ -62,7 +62,8 @@ class DelimiterSet:
         return best
 
     def find(self, text: str, start: int, final: bool) -> Found | int:
-        """The first delimiter from `start` on; if there is none, the position from which text may still become one."""
+        """Return the first delimiter from `start` on; if there is none, the position from which text may still become
+        one."""
         while True:
             candidate = self._candidate.search(text, start)
             if candidate is None:
@@ -76,10 +77,10 @@ class DelimiterSet:
 
 
 class TurnDelimiters:
-    """The delimiters that count in each state of the parser."""
+    """The delimiters that apply in each state of the parser."""
 
     def __init__(self, dialect: Dialect, calls: CallFormat | None, spelled_ends: Sequence[str] | None) -> None:
-        """calls: None where calls are not read. spelled_ends: see `DialectParser`."""
+        """calls: None if calls are not parsed. spelled_ends: see `DialectParser`."""
         pure_ends = dialect.list_pure_ends()
         ends: list[tuple[str, Delimiter]] = []
         for end in pure_ends:
@@ -116,7 +117,7 @@ class TurnDelimiters:
 
 
 def get_edge_after(delimiter: Delimiter) -> str:
-    """The whitespace at the end of a delimiter's written form."""
+    """Return the whitespace at the end of a delimiter's written form."""
     form = get_written_form(delimiter)
     return form[len(form.rstrip()) :]
 
@@ -127,14 +128,14 @@ def get_edge_before(delimiter: Delimiter) -> str:
 
 
 def skip_space(text: str, start: int) -> int:
-    """The position of the first character from `start` on that is no whitespace, or the end."""
+    """Return the position of the first non-whitespace character from `start` on, or the end."""
     found = _SPACE.match(text, start)
     assert found is not None
     return found.end()
 
 
 def _match_words(text: str, start: int, words: list[str]) -> int | Incomplete | None:
-    """The end of words with any whitespace between them."""
+    """Return the end of words with any whitespace between them."""
     position = start
     for number, word in enumerate(words):
         if number:

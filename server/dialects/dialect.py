@@ -1,7 +1,7 @@
 """`Dialect`: how a model writes reasoning, content and tool calls, as data.
 
-The streaming parser and the grammar of a turn both come from it; neither has code for one model family. A dialect is
-JSON-able, so that users can write their own.
+The streaming parser and the grammar of a turn are both derived from it; neither has code for one model family. A
+dialect can be written as JSON, so that users can define their own.
 
 A turn of a model is text with delimiters:
 
@@ -16,7 +16,7 @@ and a call, depending on the codec, is one of
     <open> f <name_end> key=literal, ... <close>                                          pythonic
     <open> f <name_end> {key:value, ...} <close>                                          gemma
 
-Whitespace in delimiters is what the grammar writes; the parser takes any whitespace, or none, in its place.
+The grammar writes whitespace in delimiters as it is; the parser accepts any whitespace, or none, in its place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Literal
 
 import msgspec
 
-# A text, or several: the first is the one that the grammar writes, the parser takes all of them.
+# One text or several: the grammar writes the first one, the parser accepts all of them.
 Delimiter = str | tuple[str, ...]
 
 IdRule = Literal["random", "kimi", "mistral"]
@@ -40,7 +40,7 @@ class _Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of the parts of a dialect."""
 
     def list_delimiters(self) -> Iterator[str]:
-        """All delimiters of this part and of the parts in it."""
+        """Return all delimiters of this part and of the parts in it."""
         return iter(())
 
 
@@ -53,12 +53,12 @@ class JsonCodec(_Format, frozen=True, kw_only=True, tag="json"):
 
 
 class TaggedCodec(_Format, frozen=True, kw_only=True, tag="tagged"):
-    """Every argument between delimiters: strings as they are, everything else in JSON, by the tool's schema."""
+    """Each argument is between delimiters: strings as they are, everything else in JSON, by the tool's schema."""
 
     key_open: Delimiter
     key_end: Delimiter
     value_end: Delimiter
-    json_key_end: str = ""  # instead of key_end, where the value is JSON; "": the schema alone decides
+    json_key_end: str = ""  # replaces key_end if the value is JSON; "": the schema alone decides
 
     def __post_init__(self) -> None:
         _check_delimiters(self, "key_open", "key_end", "value_end")
@@ -71,13 +71,13 @@ class TaggedCodec(_Format, frozen=True, kw_only=True, tag="tagged"):
 
 
 class PythonicCodec(_Format, frozen=True, kw_only=True, tag="pythonic"):
-    """Arguments are keyword arguments of a call in Python, with literals as values."""
+    """Arguments are keyword arguments of a Python call, with literals as values."""
 
     json_literals: bool = False  # whether true, false and null are written instead of True, False and None
 
 
 class GemmaCodec(_Format, frozen=True, kw_only=True, tag="gemma"):
-    """Arguments are an object with bare keys and strings between quotes of its own."""
+    """Arguments are an object with bare keys and strings between special quotes."""
 
     quote: str
 
@@ -96,9 +96,9 @@ class ReasoningFormat(_Format, frozen=True, kw_only=True):
 
     open: Delimiter
     close: Delimiter
-    repeats: bool = False  # whether it can also open after content or calls, else only at the start of the turn
+    repeats: bool = False  # whether it can also open after content or calls, not only at the start of the turn
     ends_at_call: bool = False  # whether a call that opens inside it closes it
-    is_open_at_start: bool = False  # whether a turn begins inside it although neither prompt nor model writes `open`
+    is_open_at_start: bool = False  # whether a turn begins inside it without `open` in prompt or output
 
     def __post_init__(self) -> None:
         _check_delimiters(self, "open", "close")
@@ -109,7 +109,7 @@ class ReasoningFormat(_Format, frozen=True, kw_only=True):
 
 
 class ContentFormat(_Format, frozen=True, kw_only=True):
-    """Delimiters of content, where a model writes any."""
+    """Delimiters of content, if a model writes any."""
 
     open: Delimiter
     close: Delimiter
@@ -128,14 +128,14 @@ class CallFormat(_Format, frozen=True, kw_only=True):
     codec: Codec
     section_open: Delimiter = ""
     section_close: Delimiter = ""
-    lead: str = ""  # whitespace that the model writes before the section, also where there is no content
+    lead: str = ""  # whitespace that the model writes before the section, even without content
     open: Delimiter = ""
     name_end: Delimiter = ""
     close: Delimiter = ""
     separator: str = ""  # between two calls
-    id_open: str = ""  # between the name and an id that the model writes; "": it writes none
+    id_open: str = ""  # between the name and an id that the model writes; "": it writes no id
     id_rule: IdRule = "random"
-    is_bare: bool = False  # calls without a delimiter that says so: only at the start of content, only known tools
+    is_bare: bool = False  # calls without an opening delimiter: only at the start of content, only known tools
 
     def __post_init__(self) -> None:
         if self.lead.strip():
@@ -165,27 +165,27 @@ class Dialect(_Format, frozen=True, kw_only=True):
     reasoning: ReasoningFormat | None = None
     content: ContentFormat | None = None
     calls: CallFormat | None = None
-    start: str = ""  # end of the prompt that the turn continues, where it opens a message: `<|start|>assistant`
-    ends: tuple[str, ...] = ()  # tokens that can end a turn and are no content; spelled in a text they are content
-    trims_content: bool = False  # whether whitespace at both ends of the turn's content is no content
+    start: str = ""  # end of the prompt that the turn continues, if it opens a message: `<|start|>assistant`
+    ends: tuple[str, ...] = ()  # tokens that can end a turn and are not content; spelled as text, they are content
+    trims_content: bool = False  # whether whitespace at both ends of the turn's content is dropped
 
     def list_delimiters(self) -> Iterator[str]:
         yield from self._list_inner_delimiters()
         yield from self.ends
 
     def list_pure_ends(self) -> list[str]:
-        """`ends` that close nothing: they never occur between two parts of a turn."""
+        """Return the `ends` that close nothing: they never occur between two parts of a turn."""
         inner = set(self._list_inner_delimiters())
         return [end for end in self.ends if end not in inner]
 
     def find_tokens(self, added_tokens: Iterable[str]) -> frozenset[str]:
-        """Those of a tokenizer's added tokens that this dialect's delimiters name, other than those of
+        """Return the tokenizer's added tokens that occur as delimiters of this dialect, except those of
         `list_pure_ends`."""
         text = "\0".join(self._list_inner_delimiters())
         return frozenset(token for token in added_tokens if token and token in text)
 
     def _list_inner_delimiters(self) -> Iterator[str]:
-        """Without `ends`."""
+        """Return all delimiters except `ends`."""
         for part in (self.reasoning, self.content, self.calls):
             if part is not None:
                 yield from part.list_delimiters()
@@ -193,17 +193,17 @@ class Dialect(_Format, frozen=True, kw_only=True):
 
 
 def get_forms(delimiter: Delimiter) -> tuple[str, ...]:
-    """All forms of a delimiter, the one to write first."""
+    """Return all forms of a delimiter, starting with the one to write."""
     return (delimiter,) if isinstance(delimiter, str) else delimiter
 
 
 def get_written_form(delimiter: Delimiter) -> str:
-    """The form that the grammar writes."""
+    """Return the form that the grammar writes."""
     return get_forms(delimiter)[0]
 
 
 def read_dialect(text: str | bytes) -> Dialect:
-    """A dialect from JSON. Raises DialectError."""
+    """Read a dialect from JSON. Raises DialectError."""
     try:
         return msgspec.json.decode(text, type=Dialect)
     except msgspec.DecodeError as error:
@@ -211,7 +211,7 @@ def read_dialect(text: str | bytes) -> Dialect:
 
 
 def write_dialect(dialect: Dialect) -> str:
-    """The JSON that `read_dialect` reads, without keys that have their default."""
+    """Return the JSON that `read_dialect` reads, without keys that have their defaults."""
     return msgspec.json.format(msgspec.json.encode(dialect), indent=2).decode()
 
 

@@ -1,7 +1,7 @@
-"""Find out how a model writes its turns from its chat template.
+"""Find out from a chat template how the model writes its turns.
 
-A conversation with sentinel tools, calls and texts is rendered. The dialect that reads the sentinels back from the
-rendered turn, and leaves least of it over, is the model's.
+A conversation with sentinel tools, calls and texts is rendered. The model's dialect is the one that reads the sentinels
+back from the rendered turn, with the least text left over.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class SentinelCall(NamedTuple):
 
 
 class RenderedTurn(NamedTuple):
-    """A turn of the model as the chat template writes it."""
+    """A turn of the model as written by the chat template."""
 
     prompt: str
-    text: str  # that the model writes
-    end: str  # follows the turn
+    text: str  # written by the model
+    end: str  # text after the turn
     calls: tuple[SentinelCall, ...]
 
     def parse(self, dialect: Dialect) -> Turn:
@@ -82,9 +82,9 @@ class RenderedTurn(NamedTuple):
 
 
 def find_dialect(template: ChatTemplate, added_tokens: Collection[str]) -> Dialect | None:
-    """The dialect of the model that uses `template`; None if it writes neither calls nor reasoning that are known.
+    """Return the dialect of the model that uses `template`; None if it writes no known calls or reasoning.
 
-    added_tokens: of the tokenizer. They and the template's source count where the template renders no calls.
+    added_tokens: of the tokenizer. They and the template's source decide if the template renders no calls.
     """
     found, text = _find_by_calls(template) or (_find_by_marks(template, added_tokens), "")
     reasoning = _find_reasoning(template, found)
@@ -96,7 +96,7 @@ def find_dialect(template: ChatTemplate, added_tokens: Collection[str]) -> Diale
 
 
 def fit_dialect(dialect: Dialect, template: ChatTemplate) -> Dialect:
-    """`dialect` with the whitespace that the template writes around reasoning."""
+    """Return `dialect` with the whitespace that the template writes around reasoning."""
     rendered = _render_turn(template, _CONTENT, _REASONING, ())
     if dialect.reasoning is None or rendered is None:
         return dialect
@@ -105,12 +105,12 @@ def fit_dialect(dialect: Dialect, template: ChatTemplate) -> Dialect:
 
 
 def find_header(template: ChatTemplate) -> str:
-    """What the template writes between a user's message and the model's turn: the part that is always the same."""
+    """Return the constant part of the text that the template writes between a user's message and the model's turn."""
     rendered = _render_turn(template, _CONTENT, None, ())
     if rendered is None:
         return ""
     prompt = rendered.prompt
-    if _QUESTION not in prompt:  # the template writes the last message of a user in another way
+    if _QUESTION not in prompt:  # the template writes a user's last message differently
         prompt = _render(template, None) or ""
     header = prompt.rpartition(_QUESTION)[2].strip()
     for reasoning in _REASONING_FORMATS:
@@ -122,7 +122,7 @@ def find_header(template: ChatTemplate) -> str:
 
 
 def render_turns(template: ChatTemplate) -> Iterator[RenderedTurn]:
-    """Sentinel turns with calls that the template accepts, those with most in them first."""
+    """Return sentinel turns with calls that the template accepts, those with the most content first."""
     for arguments in (_ARGUMENTS, _NUMBER):
         for content in (_CONTENT, ""):
             for names in (_NAMES, _NAMES[:1]):
@@ -138,7 +138,7 @@ def render_turns(template: ChatTemplate) -> Iterator[RenderedTurn]:
 
 
 def render_again(template: ChatTemplate, rendered: RenderedTurn, turn: Turn) -> str | None:
-    """The conversation with the message that was read from a rendered turn; None if the template refuses it."""
+    """Render the conversation with the message that was read from a rendered turn; None if the template refuses it."""
     calls = [
         SentinelCall(sentinel.id, call.name, call.read_arguments())
         for sentinel, call in zip(rendered.calls, turn.calls, strict=True)
@@ -149,7 +149,7 @@ def render_again(template: ChatTemplate, rendered: RenderedTurn, turn: Turn) -> 
 def _render_turn(
     template: ChatTemplate, content: str, reasoning: str | None, calls: tuple[SentinelCall, ...]
 ) -> RenderedTurn | None:
-    """None if the template refuses the turn."""
+    """Return None if the template refuses the turn."""
     prompt = _render(template, None)
     turn = _render(template, build_message(content, reasoning, calls))
     if prompt is None or turn is None:
@@ -160,7 +160,7 @@ def _render_turn(
 
 
 def _find_end(template: ChatTemplate, turn: str) -> str:
-    """What the template writes after the text of a turn, with the whitespace before it."""
+    """Return what the template writes after the text of a turn, including the whitespace before it."""
     answer = _render(template, build_message(_CONTENT, None, ())) or ""
     _, has_content, after = answer.rpartition(_CONTENT)
     after = after.strip()
@@ -170,7 +170,7 @@ def _find_end(template: ChatTemplate, turn: str) -> str:
 
 
 def _render(template: ChatTemplate, message: Message | None) -> str | None:
-    """The sentinel question with its answer, or up to it if there is none; None if the template refuses it."""
+    """Render the sentinel question with its answer, if there is one; None if the template refuses it."""
     question: Message = {"role": "user", "content": _QUESTION}
     messages = [question] if message is None else [question, message]
     try:
@@ -182,7 +182,7 @@ def _render(template: ChatTemplate, message: Message | None) -> str | None:
 
 
 def _find_common_end(prompt: str, turn: str) -> int:
-    """The length of what both begin with, up to a token in angle brackets in which they part."""
+    """Return the length of the common prefix, excluding a token in angle brackets in which the texts differ."""
     end = next(
         (place for place, pair in enumerate(zip(prompt, turn, strict=False)) if pair[0] != pair[1]),
         min(len(prompt), len(turn)),
@@ -192,7 +192,7 @@ def _find_common_end(prompt: str, turn: str) -> int:
 
 
 def build_message(content: str, reasoning: str | None, calls: Iterable[SentinelCall]) -> Message:
-    """A message of the assistant, with its reasoning under all names that templates know."""
+    """Build a message of the assistant, with its reasoning under all names that templates know."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
@@ -206,7 +206,7 @@ def build_message(content: str, reasoning: str | None, calls: Iterable[SentinelC
 
 
 def _find_by_calls(template: ChatTemplate) -> tuple[Dialect, str] | None:
-    """The dialect that reads back the calls that the template renders, and the text that it reads."""
+    """Return the dialect that reads back the rendered calls, and the text that it reads."""
     for rendered in render_turns(template):
         best: tuple[int, int, bool] | None = None
         found = None
@@ -229,13 +229,13 @@ def _find_by_calls(template: ChatTemplate) -> tuple[Dialect, str] | None:
 
 
 def _may_hold(text: str, calls: CallFormat) -> bool:
-    """Whether `text` has what opens a call."""
+    """Whether `text` contains the opening of a call."""
     delimiter = calls.section_open if any(form.strip() for form in get_forms(calls.section_open)) else calls.open
     return calls.is_bare or any(form.split()[0] in text for form in get_forms(delimiter) if form.strip())
 
 
 def _list_written(calls: CallFormat) -> Iterator[str]:
-    """The delimiters of a call as the grammar writes them."""
+    """Return the delimiters of a call as the grammar writes them."""
     for delimiter in (calls.section_open, calls.open, calls.name_end, calls.close, calls.section_close):
         yield get_written_form(delimiter)
     if isinstance(calls.codec, TaggedCodec):
@@ -243,7 +243,7 @@ def _list_written(calls: CallFormat) -> Iterator[str]:
 
 
 def _fit_separator(calls: CallFormat, text: str) -> CallFormat:
-    """`calls` with the whitespace that the template writes between two calls."""
+    """Return `calls` with the whitespace that the template writes between two calls."""
     if calls.separator.strip() or (len(calls.separator) == 0 and not calls.close):
         return calls
     ending = re.escape(get_written_form(calls.close).strip())
@@ -253,8 +253,8 @@ def _fit_separator(calls: CallFormat, text: str) -> CallFormat:
 
 
 def _find_by_marks(template: ChatTemplate, added_tokens: Collection[str]) -> Dialect | None:
-    """The dialect whose delimiters are in the template's source or among the tokens, for a template that shows tools
-    but renders no calls."""
+    """Return the dialect whose delimiters occur in the template's source or among the tokens, for a template that shows
+    tools but renders no calls."""
     if not template.shows_tools:
         return None
     best: tuple[int, Dialect] | None = None
@@ -269,7 +269,7 @@ def _find_by_marks(template: ChatTemplate, added_tokens: Collection[str]) -> Dia
 
 
 def _list_marks(calls: CallFormat) -> Iterator[str]:
-    """Tokens and words of a call that the model always writes."""
+    """Return tokens and words that the model always writes in a call."""
     if calls.is_bare:
         return
     for delimiter in _list_written(calls):
@@ -278,7 +278,7 @@ def _list_marks(calls: CallFormat) -> Iterator[str]:
 
 
 def _find_reasoning(template: ChatTemplate, found: Dialect | None) -> ReasoningFormat | None:
-    """The format that the template renders, with its whitespace, else the one of its prompt or its source."""
+    """Return the format that the template renders, with its whitespace, else that of its prompt or its source."""
     own = [] if found is None or found.reasoning is None else [found.reasoning]
     formats = [*own, *_REASONING_FORMATS]
     rendered = _render_turn(template, _CONTENT, _REASONING, ())
@@ -297,7 +297,7 @@ def _find_reasoning(template: ChatTemplate, found: Dialect | None) -> ReasoningF
 
 
 def _fit_reasoning(reasoning: ReasoningFormat, rendered: RenderedTurn) -> ReasoningFormat | None:
-    """`reasoning` with the whitespace that the template writes around its delimiters; None if it writes others."""
+    """Return `reasoning` with the whitespace that the template writes around its delimiters; None if they differ."""
     for opening in get_forms(reasoning.open):
         for closing in get_forms(reasoning.close):
             pattern = rf"{re.escape(opening.strip())}(\s*){_REASONING}(\s*){re.escape(closing.strip())}(\s*)"
@@ -316,19 +316,19 @@ def _fit_reasoning(reasoning: ReasoningFormat, rendered: RenderedTurn) -> Reason
 
 
 def _get_element_end(opening: str) -> str:
-    """The delimiter that ends what an XML tag or the like opens; "" if `opening` is none."""
+    """Return the delimiter that closes an XML tag or the like; "" if `opening` is none."""
     opening = opening.strip()
     return f"{opening[0]}/{opening[1:]}" if _TAG.fullmatch(opening) else ""
 
 
 def _add_form(form: str, delimiter: Delimiter) -> Delimiter:
-    """`delimiter` with `form` as the one to write; forms that differ in whitespace only need not be listed twice."""
+    """Return `delimiter` with `form` as the one to write; forms that differ only in whitespace are listed once."""
     others = [other for other in get_forms(delimiter) if other.split() != form.split()]
     return (form, *others) if others else form
 
 
 def _add_reasoning(found: Dialect, reasoning: ReasoningFormat | None) -> Dialect:
-    """The built-in dialect with the calls of `found` and this reasoning, else `found` with it."""
+    """Return the built-in dialect with the calls of `found` and this reasoning, else `found` with it."""
     for dialect in (found, *BUILT_IN.values()):
         if dialect.calls == found.calls and _get_words(dialect.reasoning) == _get_words(reasoning):
             break

@@ -1,7 +1,8 @@
 """The grammar of a whole turn: reasoning, then content, calls, or both, in the model's own format.
 
-Where calling is the model's choice, all other text stays free: every token is allowed until a delimiter of calls is
-complete, and from there on only a call. Delimiters count as special tokens, if the tokenizer has them, and as text.
+If the model may choose whether to call a tool, all other text stays free: every token is allowed until an opening
+delimiter of calls is complete, and from there on only a call. Delimiters are recognised both as special tokens, if the
+tokenizer has them, and as text.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ def write_turn_grammar(
     tokens: GrammarTokens,
     write_schema: Callable[[object], object],
 ) -> str | None:
-    """The grammar as it is sent to the engine; None if nothing has to be enforced.
+    """Write the grammar as it is sent to the engine; None if there is nothing to enforce.
 
     parallel: whether a turn may have several calls. in_reasoning: the prompt has opened the reasoning. content: the
     grammar of the content; None leaves it free. write_schema: returns a JSON schema as llguidance takes it.
 
-    Arguments are bound to the tool's schema if the tool is strict, and where a call is required; other arguments are
-    well-formed. Raises GrammarError if a schema that binds cannot be enforced.
+    Arguments must match the tool's schema if the tool is strict or a call is required; otherwise they must be
+    well-formed. Raises GrammarError if such a schema cannot be enforced.
     """
     callable_tools = choice.select(tools) if dialect.calls is not None else ()
     if not callable_tools and content is None:
@@ -87,7 +88,7 @@ class _TurnWriter:
         self._calls = dialect.calls if tools else None
         self._repeats = parallel and not choice.is_named
         self._call_rules: dict[str, Symbol] = {}
-        self._writes_objects = False  # whether calls come where content in JSON can come
+        self._writes_objects = False  # whether calls can come in place of JSON content
         if self._calls is not None and any(form in dialect.ends for form in get_forms(self._calls.close)):
             self._repeats = False  # a call ends the turn
 
@@ -101,12 +102,12 @@ class _TurnWriter:
             return self._lark.write(self._write_answer(in_reasoning, section, formed))
         return self._lark.write(self._write_free_turn(in_reasoning))
 
-    # Turns that must hold something.
+    # Turns that must contain something.
 
     def _write_answer(self, in_reasoning: bool, section: Symbols | None, content: Symbols | None) -> Symbol:
-        """Reasoning, if there is any, and a section of calls or content.
+        """Write reasoning, if any, and a section of calls or content.
 
-        Content may begin with whitespace, so what comes before it is the delimiter's as it is written, and no more.
+        Content may begin with whitespace, so the delimiter before it has exactly its written form.
         """
         reasoning = self._dialect.reasoning
         answer = self._lark.add_rule(*(way for way in (content, section) if way is not None))
@@ -142,7 +143,7 @@ class _TurnWriter:
         )
 
     def _write_section(self) -> Symbol:
-        """A section of calls with all its delimiters."""
+        """Write a section of calls with all its delimiters."""
         assert self._calls is not None
         calls = self._calls
         lead = [self._lark.repeat([write_literal(calls.lead)], "?")] if calls.lead else []
@@ -150,7 +151,7 @@ class _TurnWriter:
         return self._lark.add_rule([*lead, self._write_call(opening), *self._write_more()])
 
     def _write_more(self) -> Symbols:
-        """What follows a section's first call."""
+        """Write what follows the first call of a section."""
         assert self._calls is not None
         items: Symbols = []
         if self._repeats:
@@ -159,7 +160,7 @@ class _TurnWriter:
         return [*items, *self._lark.write_text(get_written_form(self._calls.section_close))]
 
     def _write_call(self, opening: str) -> Symbol:
-        """A call of any tool. opening: everything before the name, or before the object that holds it."""
+        """Write a call of any tool. opening: everything before the name, or before the object that contains it."""
         if opening not in self._call_rules:
             ways = [self._write_tool(tool, opening) for tool in self._tools]
             self._call_rules[opening] = self._lark.add_rule(*ways)
@@ -186,7 +187,8 @@ class _TurnWriter:
         return [*head, *self._write_arguments(tool), *self._lark.write_text(close)]
 
     def _write_object(self, codec: JsonCodec, tool: Tool) -> Symbol:
-        """A call as a JSON object like the content's, which it could not be told from as a fixed text."""
+        """Write a call as a JSON object, like the content's objects, because a lexer could not tell them from a fixed
+        text."""
         return self._arguments.write_object(codec, tool.name, self._find_schema(tool))
 
     def _write_id_member(self, codec: JsonCodec) -> Symbols:
@@ -195,7 +197,7 @@ class _TurnWriter:
         return join([write_literal(f'"{codec.id_key}": "')], [write_regex("[0-9]{1,3}")], [write_literal('", ')])
 
     def _find_schema(self, tool: Tool) -> dict[str, object] | None:
-        """The schema that binds the arguments, if one does."""
+        """Return the schema that the arguments must match, if any."""
         return tool.argument_schema if self._choice.binds(tool) else None
 
     def _write_arguments(self, tool: Tool) -> Symbols:
@@ -205,7 +207,7 @@ class _TurnWriter:
         except GrammarError as error:
             raise GrammarError(f"{error.message} (function {tool.name})", error.pointer, error.keyword) from None
 
-    # Turns that may hold anything.
+    # Turns that may contain anything.
 
     def _write_free_turn(self, in_reasoning: bool) -> Symbol:
         body = self._write_free_body()
@@ -219,11 +221,11 @@ class _TurnWriter:
             return inside
         opening = self._lark.write_text(get_written_form(reasoning.open).strip())
         if opening[0].is_terminal:
-            return body  # the free text holds it
+            return body  # the free text contains it
         return self._lark.add_rule([body], [*opening, inside])
 
     def _write_text_until(self, delimiter: Delimiter, *excluded: Delimiter) -> tuple[Symbol, Symbol]:
-        """Text of any tokens without the delimiters, and the first of them, which ends it."""
+        """Write text of any tokens up to the first of the delimiters, which ends it."""
         free = write_free_text(write_patterns(delimiter, *excluded))
         other = self._lark.tokens.write_wordless(self._find_first_ids(delimiter, *excluded))
         text = self._lark.add_rule([])
@@ -238,7 +240,7 @@ class _TurnWriter:
         return text, self._lark.add_rule(*ways)
 
     def _write_any_text(self, *excluded: Delimiter) -> Symbol:
-        """Text of any tokens without the delimiters."""
+        """Write text of any tokens without the delimiters."""
         free = write_free_text(write_patterns(*excluded))
         other = self._lark.tokens.write_wordless(self._find_first_ids(*excluded))
         if not other:
@@ -246,16 +248,17 @@ class _TurnWriter:
         return self._lark.add_rule([free, self._lark.repeat([Symbol(other, is_terminal=False), free], "*")])
 
     def _find_first_ids(self, *delimiters: Delimiter) -> list[int]:
-        """The special tokens with which forms of the delimiters begin."""
+        """Return the special tokens with which forms of the delimiters begin."""
         forms = [form.strip() for delimiter in delimiters for form in get_forms(delimiter) if form.strip()]
         pieces = [self._lark.tokens.split(form) for form in forms]
         return [found[0] for found in pieces if isinstance(found[0], int)]
 
     def _write_free_body(self) -> Symbol:
-        """Free text with calls in it: every text that begins no call, and calls behind their opening delimiters.
+        """Write free text with calls in it: any text that does not begin a call, and calls after their opening
+        delimiters.
 
-        body:  text rest | text trigger section after
-        rest:  nothing | token text rest | token trigger section after
+            body:  text rest | text trigger section after
+            rest:  nothing | token text rest | token trigger section after
         """
         assert self._calls is not None
         openings = _find_openings(self._dialect, self._calls, self._tools, self._lark)
@@ -276,7 +279,7 @@ class _TurnWriter:
 
         more = follow(free)
         ways: list[Symbols] = [[]]
-        # A delimiter in other letters than ASCII could be put together of tokens that are no text by themselves.
+        # A delimiter with non-ASCII characters could be composed of tokens that are not text by themselves.
         is_hidden = any(not form.isascii() and not self._find_first_ids(form) for form in openings.text_forms)
         other = self._lark.tokens.write_wordless(openings.by_token, special_only=is_hidden)
         if other:
@@ -294,7 +297,7 @@ class _TurnWriter:
         return self._lark.add_rule([follow(_exclude_start(free, openings.start_patterns))], *starts)
 
     def _write_begun(self, opening: str, form: str) -> Symbols:
-        """A section of calls from an opening on. form: of the delimiter that the opening is in."""
+        """Write a section of calls after its opening. form: of the delimiter that contains the opening."""
         assert self._calls is not None
         opening += form[len(form.rstrip()) :]
         if not has_text(self._calls.section_open) and not self._calls.is_bare:
@@ -304,9 +307,9 @@ class _TurnWriter:
 
 @dataclass
 class _OpeningToken:
-    """A special token with which calls open."""
+    """A special token that opens calls."""
 
-    is_shared: bool  # whether it also begins what is no call
+    is_shared: bool  # whether it also begins other text
     forms: list[str] = field(default_factory=list)  # forms of the delimiter that begin with this token
     rests: list[str] = field(default_factory=list)  # patterns of the text that makes it the opening of a call
 
@@ -315,7 +318,7 @@ class _OpeningToken:
 class _Openings:
     """Where calls can open in free text."""
 
-    text_forms: tuple[str, ...] = ()  # anywhere, written as text
+    text_forms: tuple[str, ...] = ()  # anywhere, as text
     by_token: dict[int, _OpeningToken] = field(default_factory=dict)
     start_forms: list[str] = field(default_factory=list)  # only at the start of the text
     start_patterns: list[str] = field(default_factory=list)  # patterns of calls at the start
@@ -327,7 +330,7 @@ def _find_openings(dialect: Dialect, calls: CallFormat, tools: Sequence[Tool], l
     openings = _Openings()
     head = _write_head_pattern(calls, tools) if calls.is_bare else ""
     if dialect.start:
-        # Delimiters that are no tokens of their own count behind the message's beginning only.
+        # Delimiters that are not single tokens count only after the beginning of the message.
         openings.start_forms = [f" {form}" for form in forms if isinstance(lark.tokens.split(form)[0], str)]
         openings.start_patterns = write_patterns(tuple(openings.start_forms))
         forms = [f"{dialect.start} {form}" if f" {form}" in openings.start_forms else form for form in forms]
@@ -350,7 +353,7 @@ def _find_openings(dialect: Dialect, calls: CallFormat, tools: Sequence[Tool], l
 
 
 def _find_other_ids(dialect: Dialect, lark: LarkWriter) -> set[int]:
-    """The special tokens with which delimiters begin that are not of calls."""
+    """Return the special tokens that begin delimiters other than those of calls."""
     texts = [dialect.start, *dialect.ends]
     for part in (dialect.reasoning, dialect.content):
         texts += part.list_delimiters() if part is not None else ()
@@ -359,7 +362,7 @@ def _find_other_ids(dialect: Dialect, lark: LarkWriter) -> set[int]:
 
 
 def _write_head_pattern(calls: CallFormat, tools: Sequence[Tool]) -> str:
-    """What begins a call that has no delimiter."""
+    """Return the pattern with which a call without delimiter begins."""
     names = " | ".join(write_literal(tool.name).expression for tool in tools)
     if isinstance(calls.codec, JsonCodec):
         key = write_literal(f'"{calls.codec.name_key}"').expression
@@ -368,7 +371,7 @@ def _write_head_pattern(calls: CallFormat, tools: Sequence[Tool]) -> str:
 
 
 def _exclude_start(free: Symbol, patterns: Sequence[str]) -> Symbol:
-    """Free text that begins with none of the patterns."""
+    """Return free text that begins with none of the patterns."""
     if not patterns:
         return free
     return Symbol(f"({free.expression} & ~(/\\s*/ ({' | '.join(patterns)}) {ANY_TEXT}))", is_terminal=True)

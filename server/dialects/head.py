@@ -1,4 +1,4 @@
-"""Reading the beginning of a call, up to the point where it is known which tool is called."""
+"""Read the beginning of a call, up to the point where the called tool is known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Incom
 from serve_llm.server.dialects.dialect import CallFormat, GemmaCodec, JsonCodec, PythonicCodec, TaggedCodec, get_forms
 from serve_llm.server.dialects.json_codec import JsonScanner, read_key, read_string
 
-MAX_HEAD = 4096  # characters before the name is known; a longer beginning is no call
+MAX_HEAD = 4096  # maximum characters before the name is known; a longer beginning is not a call
 
 _NAME = re.compile(r"[\w./-]{1,256}")
 _ID = re.compile(r"\w{1,256}")
@@ -20,11 +20,11 @@ _SCALAR = re.compile(r"[^\s,}\]]*")
 class Head(NamedTuple):
     name: str
     written_id: str  # "" if the model wrote none
-    end: int  # the arguments are read from here: the object itself, if it holds the name
+    end: int  # the position from which arguments are read: the object itself, if it contains the name
 
 
 class HeadReader:
-    """Reads heads of one dialect's calls. A head is a function of the text alone: nothing is consumed."""
+    """Reads the heads of one dialect's calls. A head is a function of the text alone: nothing is consumed."""
 
     def __init__(self, calls: CallFormat, names: Collection[str]) -> None:
         """names: of the tools."""
@@ -41,7 +41,7 @@ class HeadReader:
         self._can_skip_section_open = any(not form.strip() for form in get_forms(calls.section_open))
 
     def read_first(self, text: str, start: int, final: bool) -> Head | Incomplete | None:
-        """The head of a section's first call, at the section's beginning."""
+        """Return the head of a section's first call, at the beginning of the section."""
         if self._section_open:
             found = self._section_open.match(text, start, final)
             if found is INCOMPLETE:
@@ -53,7 +53,7 @@ class HeadReader:
         return self.read(text, start, final)
 
     def read(self, text: str, start: int, final: bool) -> Head | Incomplete | None:
-        """The head of a call that begins at `start` or after whitespace."""
+        """Return the head of a call that begins at `start` or after whitespace."""
         is_cut = len(text) > start + MAX_HEAD
         head = self._read(text[: start + MAX_HEAD], start, final and not is_cut)
         return None if head is INCOMPLETE and (is_cut or final) else head
@@ -104,7 +104,7 @@ class HeadReader:
         return self._check_body(text, end, final, Head(name, written_id, end))
 
     def _check_body(self, text: str, start: int, final: bool, head: Head) -> Head | Incomplete | None:
-        """The head, if arguments can begin where no delimiter says that they do."""
+        """Return the head, if arguments can begin there although no delimiter marks them."""
         if start == len(text):
             return INCOMPLETE
         if isinstance(self._codec, PythonicCodec):
@@ -117,7 +117,7 @@ class HeadReader:
         return head if text[start] == "{" else None
 
     def _read_object(self, text: str, start: int, codec: JsonCodec) -> Head | Incomplete | None:
-        """The name in an object that begins at `start`."""
+        """Return the name in an object that begins at `start`."""
         if start == len(text):
             return INCOMPLETE
         if text[start] != "{":
@@ -151,7 +151,7 @@ class HeadReader:
             position += 1
 
     def _can_be_key(self, written: str, codec: JsonCodec) -> bool:
-        """Whether a key that has been written, perhaps in part, can come before the name."""
+        """Whether a key, which may be incomplete, can come before the name."""
         if not self._calls.is_bare:
             return True
         keys = (codec.name_key, codec.arguments_key, "type", codec.id_key)

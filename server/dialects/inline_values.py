@@ -1,8 +1,8 @@
-"""Values that may come where a string without quotes may: which of them must share a terminal with the string.
+"""Values that may occur in place of a string without quotes: which of them must share a terminal with the string.
 
-llguidance's lexer stays in a terminal as long as it can. A text may begin like `null` or 12 and go on as a string, so
-these values are alternatives of the string inside its own terminal. All others are JSON after the same opening, and no
-string begins like them. What the parser would read as a value is no string.
+llguidance's lexer stays in a terminal as long as it can. A text may begin like `null` or 12 and continue as a string,
+so these values are alternatives of the string inside its own terminal. All other values are JSON after the same
+opening, and no string begins like them. Text that the parser would read as a value is not a string.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serve_llm.server.structured_output.schema_walk import KEYWORDS
 _SPACE = r"[\s\x1c-\x1f]*"  # what Python strips
 _EXPONENT = "[eE][-+]?[0-9]"
 _INTEGER = "-?(0|[1-9][0-9]{0,300})"
-_WRITTEN = {  # values of a type under a schema that says no more
+_WRITTEN = {  # values of a type under a schema without further restrictions
     "null": "(?i:null|none)",
     "boolean": "(?i:true|false)",
     "integer": _INTEGER,
@@ -48,7 +48,7 @@ _LIMITS = {"null": GENERAL, "boolean": GENERAL, "integer": _OF_NUMBERS, "number"
 class InlineValues(NamedTuple):
     expressions: Sequence[str]  # values in the terminal of the strings
     rest: Sequence[Schema]  # values that are JSON after the same opening
-    excluded: Sequence[str]  # texts that are no strings
+    excluded: Sequence[str]  # texts that are not strings
 
 
 def split_values(
@@ -58,7 +58,7 @@ def split_values(
     parts = [(part, _write_inline(part)) for schema in others for part in list_parts(schema, root)]
     num_inline = -1
     while num_inline != sum(bool(expression) for _, expression in parts):
-        # A number in the terminal would hold the lexer there when it is the beginning of one that is JSON.
+        # A number in the terminal would keep the lexer there even if it is the beginning of a JSON number.
         num_inline = sum(bool(expression) for _, expression in parts)
         firsts = {first for part, expression in parts if not expression for first in _list_firsts(part, root)}
         parts = [(part, "" if firsts & _list_firsts(part, root) else expression) for part, expression in parts]
@@ -66,7 +66,7 @@ def split_values(
     excluded = [f"{_SPACE}{first}(?s:.*)" for first in sorted(firsts)]
     excluded += [f"{_SPACE}({_READ[name]}){_SPACE}" for name in ALL_TYPES if name in types and name in _READ]
     if set(types) != {"string"} and not all(KEYWORDS.isdisjoint(schema.keys() - {"type"}) for schema in strings):
-        excluded.append(f'{_SPACE}"(?s:.*)"{_SPACE}')  # a string in quotes is read as the string inside them
+        excluded.append(f'{_SPACE}"(?s:.*)"{_SPACE}')  # the parser reads a quoted string without its quotes
     rest = [part for part, expression in parts if not expression]
     if len(rest) == len(parts):
         rest = list(others)
@@ -80,7 +80,8 @@ def split_values(
 
 
 def list_alternatives(schema: Schema, root: Schema) -> list[object]:
-    """The branches of an anyOf, or of a oneOf whose branches exclude each other; none if there are others keywords."""
+    """Return the branches of an anyOf, or of a oneOf whose branches exclude each other; none if there are other
+    keywords."""
     for keyword in ("anyOf", "oneOf"):
         branches = schema.get(keyword)
         if isinstance(branches, list) and KEYWORDS.isdisjoint(schema.keys() - {keyword} - BESIDE):
@@ -91,7 +92,7 @@ def list_alternatives(schema: Schema, root: Schema) -> list[object]:
 
 
 def list_parts(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """The schema as alternatives of one type or value each, where it can be written that way."""
+    """Return the schema as alternatives of one type or value each, if it can be written that way."""
     if branches := list_alternatives(schema, root):
         for branch in branches:
             yield from list_parts(branch, root) if isinstance(branch, Mapping) else ()
@@ -110,7 +111,7 @@ def list_parts(schema: Schema, root: Schema) -> Iterator[Schema]:
 
 
 def _write_inline(part: Schema) -> str:
-    """The expression of a part's values; "" if they have to be written as JSON."""
+    """Return the expression of a part's values; "" if they must be written as JSON."""
     if part.keys() == {"const"}:
         match value := part["const"]:
             case None:
@@ -128,5 +129,5 @@ def _write_inline(part: Schema) -> str:
 
 
 def _list_firsts(schema: object, root: Schema) -> set[str]:
-    """How the values of a schema can begin, as expressions."""
+    """Return how the values of a schema can begin, as expressions."""
     return {_FIRST[name] for name in set(find_types(schema, root)) or set(_FIRST) if name in _FIRST}

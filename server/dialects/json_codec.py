@@ -1,4 +1,4 @@
-"""Arguments that a model writes as JSON: passed on as they are, while it is watched where they end."""
+"""Arguments that a model writes as JSON: passed on unchanged, while looking for their end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SCALAR = re.compile(r"[^\s,}\]]*")
 
 
 class Outcome(enum.Enum):
-    MORE = 0  # the arguments go on
+    MORE = 0  # the arguments continue
     DONE = 1  # they are complete, and a JSON object
-    BROKEN = 2  # they are no arguments: the rest of the call cannot be read
+    BROKEN = 2  # they are not arguments: the rest of the call cannot be read
 
 
 class ReadResult(NamedTuple):
@@ -32,7 +32,8 @@ class ArgumentsReader(Protocol):
     """Turns the text of one call's arguments into JSON text, in pieces."""
 
     def read(self, text: str, start: int, final: bool) -> ReadResult:
-        """Read on at `start`. What comes before the result's end is not given again. final: nothing follows `text`."""
+        """Continue to read at `start`. Text before the end of the result is not passed again. final: `text` is
+        complete."""
         ...
 
 
@@ -46,7 +47,7 @@ class JsonScanner:
         self.is_done = False
 
     def scan(self, text: str, start: int) -> tuple[int, str]:
-        """The end of what has been scanned, and its text, in which control characters in strings are escaped."""
+        """Return the end of the scanned text, and the text itself with control characters in strings escaped."""
         position = start
         parts: list[str] = []
         copied = start  # text before this position is in parts
@@ -78,7 +79,7 @@ class JsonScanner:
 
 
 class JsonReader:
-    """Arguments as a JSON object, or as a string that holds one, or null."""
+    """Arguments as a JSON object, or as a string that contains one, or null."""
 
     def __init__(self) -> None:
         self._scanner: JsonScanner | None = None
@@ -110,13 +111,13 @@ class JsonReader:
 
 
 class ObjectReader:
-    """A call that is one object with a name and arguments. Reads from its brace on; other keys are passed over."""
+    """A call that is one object with a name and arguments. Starts at its opening brace; other keys are skipped."""
 
     def __init__(self, arguments_key: str) -> None:
         self._arguments_key = arguments_key
         self._has_begun = False
         self._arguments: JsonReader | None = None  # while they are being read
-        self._skipped: JsonScanner | None = None  # a value that is being passed over
+        self._skipped: JsonScanner | None = None  # a value that is being skipped
         self._has_arguments = False
 
     def read(self, text: str, start: int, final: bool) -> ReadResult:
@@ -169,7 +170,7 @@ class ObjectReader:
 
 
 def read_key(text: str, start: int) -> tuple[str, int] | Incomplete | None:
-    """The key of an object's member at `start`, and the position of the first character of its value."""
+    """Return the key of an object's member at `start`, and the position of the first character of its value."""
     key = read_string(text, start)
     if key is None or key is INCOMPLETE:
         return key
@@ -181,7 +182,7 @@ def read_key(text: str, start: int) -> tuple[str, int] | Incomplete | None:
 
 
 def read_string(text: str, start: int) -> tuple[str, int] | Incomplete | None:
-    """The value of a JSON string at `start`, and its end."""
+    """Return the value of a JSON string at `start`, and its end."""
     if start == len(text):
         return INCOMPLETE
     if text[start] != '"':
@@ -195,7 +196,7 @@ def read_string(text: str, start: int) -> tuple[str, int] | Incomplete | None:
 
 
 def decode_json(text: str) -> object:
-    """The value of a JSON text; None if it is none."""
+    """Return the value of a JSON text; None if it is invalid."""
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
@@ -203,6 +204,6 @@ def decode_json(text: str) -> object:
 
 
 def escape_json(text: str) -> str:
-    """A text as it is written between the quotes of a JSON string; halves of a surrogate pair stay escaped."""
+    """Return a text as it is written between the quotes of a JSON string; lone surrogates stay escaped."""
     has_surrogates = _SURROGATE.search(text) is not None
     return json.dumps(text, ensure_ascii=has_surrogates)[1:-1]

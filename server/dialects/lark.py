@@ -1,7 +1,7 @@
-"""Writing a Lark grammar for llguidance, piece by piece.
+"""Write a Lark grammar for llguidance, piece by piece.
 
-llguidance reads a text as terminals, each as long as possible and without going back. So terminals that meet are
-joined to one, and free text excludes what ends it.
+llguidance reads a text as terminals, each as long as possible and without backtracking. So adjacent terminals are
+joined into one, and free text excludes what ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANY_TEXT = "/(?s:.*)/"
 
 
 class Symbol(NamedTuple):
-    """A piece of a rule. Two terminals in a row can be joined to one."""
+    """A piece of a rule. Two adjacent terminals can be joined into one."""
 
     expression: str
     is_terminal: bool
@@ -30,22 +30,22 @@ Symbols = list[Symbol]
 
 
 class GrammarTokens:
-    """What a grammar has to know of a tokenizer. Looks at the whole vocabulary: build it once."""
+    """What a grammar must know about a tokenizer. Scans the whole vocabulary: build it once."""
 
     def __init__(self, tokenizer: LLTokenizer, end_ids: Collection[int] = ()) -> None:
-        """end_ids: never part of free text. Where a turn may end, the engine allows them."""
+        """end_ids: never part of free text. The engine allows them where a turn may end."""
         self._tokenizer = tokenizer
         token_ids = [token_id for token_id in range(tokenizer.vocab_size) if token_id not in end_ids]
-        # Terminals match neither special tokens nor tokens that are no text by themselves.
+        # Terminals match neither special tokens nor tokens that are not text by themselves.
         self._special_ids = [token_id for token_id in token_ids if tokenizer.is_special_token(token_id)]
         self._wordless_ids = [token_id for token_id in token_ids if self._is_wordless(token_id)]
 
     def split(self, text: str) -> list[str | int]:
-        """A text, with the ids of the special tokens in it."""
+        """Split a text at the special tokens in it, which become ids."""
         return split_special_tokens(self._tokenizer, text)
 
     def write_wordless(self, excluded: Iterable[int], *, special_only: bool = False) -> str:
-        """An expression for any one token that free text cannot hold otherwise; "" if there is none."""
+        """Return an expression for any one token that free text cannot otherwise contain; "" if there is none."""
         without = set(excluded)
         ranges: list[list[int]] = []
         for token_id in self._special_ids if special_only else self._wordless_ids:
@@ -79,14 +79,14 @@ class LarkWriter:
         self._grammar_names: dict[str, str] = {}  # by their JSON text
 
     def write(self, start: Symbol) -> str:
-        """The grammar as llguidance takes it."""
+        """Return the grammar as llguidance takes it."""
         lines = [f"start: {self.write_body([start])}", *self._rules]
         lines += [f"{name}: {expression}" for expression, name in self._terminals.items()]
         main = {"name": "turn", "lark_grammar": "\n".join(lines)}
         return json.dumps({"grammars": [main, *self._grammars]}, ensure_ascii=False)
 
     def write_body(self, items: Sequence[Symbol]) -> str:
-        """The body of a rule."""
+        """Return the body of a rule."""
         words = []
         for item in items:
             if item.is_terminal:
@@ -102,7 +102,7 @@ class LarkWriter:
         return rule
 
     def reserve_rule(self) -> Symbol:
-        """A rule to be defined later, which other rules can refer to."""
+        """Reserve a rule to be defined later, which other rules can refer to."""
         self._rules.append("")
         return Symbol(f"r{len(self._rules) - 1}", is_terminal=False)
 
@@ -111,7 +111,7 @@ class LarkWriter:
         self._rules[int(rule.expression[1:])] = f"{rule.expression}: {bodies}"
 
     def add_schema(self, schema: object) -> Symbol:
-        """schema: as llguidance takes it, options included."""
+        """schema: as llguidance takes it, including options."""
         return self._add_grammar({"json_schema": schema})
 
     def add_grammar(self, grammar: str) -> Symbol:
@@ -134,7 +134,7 @@ class LarkWriter:
         return Symbol(f"({self.write_body(items)}){suffix}", is_terminal=False)
 
     def write_text(self, text: str) -> Symbols:
-        """A fixed text; special tokens in it are written as such."""
+        """Write a fixed text; special tokens in it are written as such."""
         return [
             write_special_token(piece) if isinstance(piece, int) else write_literal(piece)
             for piece in self.tokens.split(text)
@@ -142,7 +142,7 @@ class LarkWriter:
 
 
 def join(*parts: Sequence[Symbol]) -> Symbols:
-    """The items in a row; where two terminals meet, they become one."""
+    """Write the items in a row; adjacent terminals become one."""
     items: Symbols = []
     for part in parts:
         for item in part:
@@ -166,14 +166,14 @@ def write_regex(pattern: str) -> Symbol:
 
 
 def write_free_text(excluded: Sequence[str]) -> Symbol:
-    """Any text that contains none of the excluded expressions."""
+    """Write any text that contains none of the excluded expressions."""
     if not excluded:
         return Symbol(ANY_TEXT, is_terminal=True)
     return Symbol(f"({ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(excluded)}) {ANY_TEXT}))", is_terminal=True)
 
 
 def write_patterns(*delimiters: Delimiter) -> list[str]:
-    """Expressions that match what the parser takes for one of the delimiters."""
+    """Write expressions that match what the parser accepts as one of the delimiters."""
     forms = [form for delimiter in delimiters for form in get_forms(delimiter) if form.strip()]
     return list(dict.fromkeys(r" /\s*/ ".join(map(quote_lark, form.split())) for form in forms))
 

@@ -1,6 +1,7 @@
-"""Arguments in the literals of a language other than JSON: Python's, or an object with bare keys and quotes of its own.
+"""Arguments in literals of a language other than JSON: Python's, or an object with bare keys and special quotes.
 
-A machine over tokens with a stack of containers. Strings leave as they come, all other tokens when they are complete.
+A tokenizing automaton with a stack of containers. Strings are passed on as they arrive, all other tokens when they are
+complete.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class _Container:
         self.key_mark = key_mark
         self.keys: set[str] = set()
         self.num_items = 0
-        self.is_dropped = False  # whether the member that is being read repeats a key
+        self.is_dropped = False  # whether the member being read repeats a key
 
 
 class LiteralReader:
-    """Reads arguments up to their closing bracket. Of members with the same key the first counts."""
+    """Reads arguments up to their closing bracket. Of members with the same key, the first one counts."""
 
     def __init__(self, quote: str | None) -> None:
         """quote: around strings, without escapes; then the arguments are an object in braces. None: Python's keyword
-        arguments, the opening parenthesis read already."""
+        arguments, after the opening parenthesis."""
         self._quote = quote
         self._stack: list[_Container] = [] if quote is not None else [_Container(")", "=")]
         self._parts: list[str] = [] if quote is not None else ["{"]
-        self._string_end: str | None = None  # the quote that ends the string that is being read
+        self._string_end: str | None = None  # the quote that ends the string being read
         self._is_key_string = False
         self._key: list[str] = []
         self._expects_value = quote is not None
@@ -71,7 +72,7 @@ class LiteralReader:
             self._parts.append(json_text)
 
     def _read_token(self, text: str, start: int, final: bool) -> int | Incomplete | None:
-        """The end of the next token; None if it is not allowed here."""
+        """Return the end of the next token; None if it is not allowed here."""
         start = skip_space(text, start)
         if start == len(text):
             return INCOMPLETE
@@ -150,7 +151,7 @@ class LiteralReader:
         return found.end()
 
     def _find_quote(self, text: str, start: int) -> str | Incomplete | None:
-        """The quote that begins a string at `start`."""
+        """Return the quote that begins a string at `start`."""
         if text[start] == '"' or (text[start] == "'" and self._quote is None):
             return text[start]
         if self._quote is None:
@@ -183,7 +184,7 @@ class LiteralReader:
             self._stack[-1].is_dropped = False
 
     def _read_string(self, text: str, start: int) -> int | Incomplete | None:
-        """Reads on in a string; returns `start` if more text is needed."""
+        """Continue to read a string; returns `start` if more text is needed."""
         assert self._string_end is not None
         has_escapes = self._string_end in ("'", '"')
         mark = self._string_end[0]
@@ -235,11 +236,11 @@ def _find_any(text: str, start: int, marks: tuple[str, ...]) -> int:
 
 
 def _write_scalar(text: str) -> str | None:
-    """The JSON text of a constant or number; None if it is neither."""
+    """Return the JSON text of a constant or number; None if it is neither."""
     if constant := _CONSTANTS.get(text.lower()):
         return constant
     if _JSON_NUMBER.fullmatch(text):
-        return text  # also one that is too large for Python
+        return text  # also if it is too large for Python
     try:
         value = ast.literal_eval(text.lstrip("+"))
         return json.dumps(value, allow_nan=False) if type(value) in (int, float) else None
@@ -248,7 +249,7 @@ def _write_scalar(text: str) -> str | None:
 
 
 def _read_escape(text: str, start: int, is_python: bool) -> tuple[str, int] | Incomplete:
-    """The characters that a backslash at `start` stands for, and the end of the escape."""
+    """Return the characters that a backslash at `start` stands for, and the end of the escape."""
     if start + 1 == len(text):
         return INCOMPLETE
     kind = text[start + 1]

@@ -1,7 +1,7 @@
-"""The grammar of arguments in literals: Python's, or an object with bare keys and strings in quotes of its own.
+"""The grammar of arguments in literals: Python's, or an object with bare keys and strings in special quotes.
 
-Python's strings may have either quotes. What cannot be enforced in Python's literals is JSON, which the parser also
-reads; what cannot be enforced in quotes of its own is refused.
+Python's strings may have either kind of quotes. What cannot be enforced in Python's literals is written as JSON, which
+the parser also reads; what cannot be enforced in special quotes is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from serve_llm.server.dialects.string_grammar import SplitSchema, split_schema, 
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.schema_walk import KEYWORDS
 
-MAX_DEPTH = 20  # objects and lists of a schema inside each other, where it is written out
+MAX_DEPTH = 20  # maximum nesting of a schema's objects and lists that are written out
 _NESTING = ("properties", "additionalProperties", "items", "prefixItems", "anyOf", "oneOf", "allOf")
 _CHOOSING = ("enum", "const", "anyOf", "oneOf", "type")
 _NUMBER = r"-?(0|[1-9][0-9]{0,300})(\.[0-9]{1,300})?([eE][-+]?[0-9]{1,3})?"
@@ -46,7 +46,7 @@ _CONSTANTS = {None: "None", True: "True", False: "False"}
 
 
 class LiteralWriter:
-    """Writes into one grammar."""
+    """Writes arguments into one grammar."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LiteralWriter:
         add_json: Callable[[Schema, Schema], Symbol],
         key: Symbol,
     ) -> None:
-        """add_json: adds a part of a whole schema, in JSON. key: a bare name, where no schema says which."""
+        """add_json: adds a part of a whole schema, in JSON. key: a bare name, where no schema determines it."""
         self._codec = codec
         self._quote = codec.quote if isinstance(codec, GemmaCodec) else None
         self._constants = isinstance(codec, PythonicCodec) and not codec.json_literals
@@ -64,10 +64,10 @@ class LiteralWriter:
         self._key = key
         self._comma = write_literal(",") if self._quote is not None else write_regex(", ?")
         self._any: tuple[Symbol, Symbol] | None = None
-        self._targets: dict[str, Symbol] = {}  # rules of what the tool's schema refers to, by the reference
+        self._targets: dict[str, Symbol] = {}  # rules of what the tool's schema refers to, by reference
 
     def write(self, schema: Schema | None) -> Symbols:
-        """All arguments. schema: None for arguments that are only well-formed. Raises GrammarError."""
+        """Write all arguments. schema: None for arguments that are just well-formed. Raises GrammarError."""
         self._targets = {}
         if schema is None:
             return self._write_any_arguments()
@@ -80,7 +80,7 @@ class LiteralWriter:
             members.append((join([write_literal(f"{name}=")], value), is_required))
         return self._write_members(members)
 
-    # Values that no schema binds.
+    # Values without a schema.
 
     def _write_any_arguments(self) -> Symbols:
         value, any_object = self._write_any()
@@ -90,7 +90,7 @@ class LiteralWriter:
         return [self._lark.repeat([*member, self._lark.repeat(join([write_regex(", ?")], member), "*")], "?")]
 
     def _write_any(self) -> tuple[Symbol, Symbol]:
-        """Any value, and any object."""
+        """Write any value, and any object."""
         if self._any is not None:
             return self._any
         if self._quote is not None:
@@ -158,7 +158,7 @@ class LiteralWriter:
         return ways
 
     def _write_part(self, part: Schema, whole: Schema, root: Schema, depth: int) -> Symbols:
-        """A value of one type that is no string. whole: the schema that the part belongs to."""
+        """Write a value of one type other than string. whole: the schema that contains the part."""
         if part.keys() == {"const"}:
             value = part["const"]
             if isinstance(value, dict | list):
@@ -209,7 +209,7 @@ class LiteralWriter:
         return join([write_literal("{")], self._write_members(members), [write_literal("}")])
 
     def _write_key(self, name: str) -> Symbol:
-        """The name of an object's member, and what separates it from the value."""
+        """Write the name of an object's member, and the separator between it and the value."""
         if self._quote is not None:
             return write_literal(f"{name}:")
         double = write_literal(json.dumps(name, ensure_ascii=False)).expression
@@ -246,9 +246,9 @@ class LiteralWriter:
         return self._lark.add_rule(self._write_value(schema, root, depth + 1))
 
     def _write_members(self, members: Sequence[tuple[Symbols, bool]]) -> Symbols:
-        """Members in their order, each with whether it is required, with a comma between two."""
-        after: Symbols = []  # what follows when there has been a member
-        first: Symbols = []  # what follows when there has been none
+        """Write members in order, each with whether it is required, with a comma between two."""
+        after: Symbols = []  # follows if there has been a member
+        first: Symbols = []  # follows if there has been none
         for items, is_required in reversed(members):
             following = join([self._comma], items, after)
             begun = join(items, after)
@@ -260,7 +260,7 @@ class LiteralWriter:
 
 
 def _write_in_single_quotes(schema: Schema) -> str:
-    """An expression for strings between single quotes; "" if those in double quotes have to do."""
+    """Return an expression for strings between single quotes; "" if only double quotes are possible."""
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         assert isinstance(values, list)
@@ -274,5 +274,5 @@ def _write_in_single_quotes(schema: Schema) -> str:
 
 
 def _escape(text: str) -> str:
-    """A text as it is written between single quotes."""
+    """Return a text as it is written between single quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")

@@ -1,7 +1,7 @@
 """The streaming parser: from the text of a turn, in any pieces, to reasoning, content and calls.
 
-What comes out depends on the text alone, not on the pieces in which it comes. The parser never raises: text that fits
-nothing that the dialect declares is content, as it was written.
+The result depends on the text alone, not on how it is divided into pieces. The parser never raises: text that matches
+nothing in the dialect is content, as it was written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_DELIMITERS = DelimiterSet([])
 
 
 class DialectParser:
-    """For one choice of a request."""
+    """The parser of one choice of a request."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class DialectParser:
         generator: random.Random | None = None,
         num_previous_calls: int = 0,
     ) -> None:
-        """in_reasoning: the prompt has opened the reasoning already. parse_calls: False leaves calls in the content.
-        requires_call: a grammar lets nothing but calls follow the reasoning, so that the beginning of a delimiter, at
-        which the turn was cut, is no content.
+        """in_reasoning: the prompt has already opened the reasoning. parse_calls: False leaves calls in the content.
+        requires_call: a grammar allows only calls after the reasoning, so that an incomplete delimiter at the end of a
+        truncated turn is not content.
 
         content_has_form: a grammar constrains the content, so that calls replace content and never occur inside it, and
         the content ends only with the turn.
 
-        spelled_ends: those of the dialect's `ends` that the model spells, since they are no tokens; they count at the
-        very end of the turn, and others are content wherever they are spelled. None: all of them.
+        spelled_ends: those of the dialect's `ends` that are not tokens, so that the model spells them; they count only
+        at the very end of the turn, and other ends are content when spelled. None: all of them.
 
-        generator: ids of calls are drawn from it. num_previous_calls: calls of the conversation so far, for ids that
-        count them.
+        generator: source of randomness for ids of calls. num_previous_calls: calls of the conversation so far, for ids
+        that count them.
         """
         self._dialect = dialect
         self._tools = {tool.name: tool for tool in tools}
@@ -71,7 +71,7 @@ class DialectParser:
 
         self._pieces: list[Piece] = []
         self._buffer = ""  # text that no state has read yet
-        self._is_final = False  # whether no text follows the buffer's
+        self._is_final = False  # whether no text follows the buffer
         self._read_state: Callable[[], bool] = self._read_start
         self._num_calls = 0
         self._arguments: ArgumentsReader | None = None  # reads the open call
@@ -79,12 +79,12 @@ class DialectParser:
         self.is_reasoning = False  # whether the text so far ends inside the reasoning
         self._can_reason = dialect.reasoning is not None
         self._is_in_message = False  # between the delimiters of content
-        # Whether whitespace comes next that does not belong to the part.
+        # Whether whitespace that comes next does not belong to the part.
         self._drops_space = dialect.trims_content and not content_has_form
         self._lead = ""  # the whitespace that ends the delimiter before the part
-        self._indentation = ""  # what precedes the first line of content
+        self._indentation = ""  # text before the first line of content
         self._has_text = False  # whether the current part of the reasoning or content has text
-        self._needs_separator = False  # whether text of the current part comes after that of an earlier one
+        self._needs_separator = False  # whether text of the current part follows that of an earlier one
         self._has_reasoning = False
         self._has_content = False
         if in_reasoning and dialect.reasoning is not None:
@@ -98,14 +98,14 @@ class DialectParser:
         return not self.is_reasoning and self._read_state in (self._read_start, self._read_text)
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that this text makes certain."""
+        """Return the pieces that become certain with this text."""
         if not self._buffer and self._is_plain(text):
             return [ReasoningPiece(text) if self.is_reasoning else ContentPiece(text)]
         self._buffer += text
         return self._read()
 
     def finish(self) -> list[Piece]:
-        """The rest, when the turn has ended."""
+        """Return the rest, once the turn has ended."""
         self._is_final = True
         return self._read()
 
@@ -117,7 +117,7 @@ class DialectParser:
         return pieces
 
     def _is_plain(self, text: str) -> bool:
-        """Whether text goes on with the current part and is no part of a delimiter, whatever follows it."""
+        """Whether text continues the current part and is not part of a delimiter, whatever follows it."""
         return (
             self._has_text
             and self._read_state == self._read_text
@@ -128,14 +128,15 @@ class DialectParser:
 
     @property
     def _watched(self) -> DelimiterSet:
-        """The delimiters that count in the current part."""
+        """Return the delimiters that count in the current part."""
         if self.is_reasoning:
             return self._delimiters.reasoning_end
         if self._is_in_message:
             return self._delimiters.message_close
         return _NO_DELIMITERS if self._is_formed else self._delimiters.outside
 
-    # The states. Each reads from the buffer's beginning what is certain, and returns whether another can go on.
+    # The states. Each reads what is certain from the beginning of the buffer, and returns whether another state can
+    # continue.
 
     def _read_start(self) -> bool:
         """At the start of content, where reasoning may open and calls may come without a delimiter."""
@@ -188,7 +189,7 @@ class DialectParser:
             start = found.start + 1
 
     def _drop_space(self) -> bool:
-        """Drop the whitespace between a delimiter and the part after it. Returns False if that takes more text.
+        """Drop the whitespace between a delimiter and the part after it. Returns False if this needs more text.
 
         Content under a grammar begins with whitespace if the grammar says so: only that of the delimiter is dropped.
         Other content keeps the indentation of its first line.
@@ -197,7 +198,7 @@ class DialectParser:
             if len(self._buffer) < len(self._lead) and self._lead.startswith(self._buffer):
                 if not self._is_final:
                     return False
-                self._buffer = ""  # the turn was cut in the delimiter
+                self._buffer = ""  # the turn was truncated in the delimiter
             self._buffer = self._buffer.removeprefix(self._lead)
             self._lead = ""
             return True
@@ -215,7 +216,7 @@ class DialectParser:
 
     @property
     def _is_formed(self) -> bool:
-        """Whether the text that is read is content under a grammar."""
+        """Whether the text being read is content under a grammar."""
         return self._content_has_form and not self.is_reasoning and not self._num_calls
 
     def _must_be_last(self, found: Found) -> bool:
@@ -239,7 +240,7 @@ class DialectParser:
         return True
 
     def _read_malformed(self) -> bool:
-        """In a call whose arguments are none: all that it holds is passed on as it is."""
+        """In a call whose arguments are invalid: its whole text is passed on as it is."""
         found = self._delimiters.call_end.find(self._buffer, 0, self._is_final)
         end = found if isinstance(found, int) else found.start
         self._add_arguments(self._buffer[:end])
@@ -260,7 +261,7 @@ class DialectParser:
         return True
 
     def _read_between(self) -> bool:
-        """After a call: another call of the same section, or the section's end, or text that belongs to neither."""
+        """After a call: another call of the same section, the end of the section, or text that belongs to neither."""
         assert self._heads is not None
         start = skip_space(self._buffer, 0)
         if start == len(self._buffer):
@@ -286,19 +287,19 @@ class DialectParser:
         return True
 
     def _drop_cut_close(self) -> bool:
-        """At the beginning of a delimiter that closes a call. If the turn ends in it, it is no content."""
+        """At the beginning of a delimiter that closes a call. If the turn ends in it, it is not content."""
         if self._is_final:
             self._buffer = ""
         return False
 
-    # Steps from one state to another.
+    # Transitions between states.
 
     def _read_first_head(self, start: int) -> Head | Incomplete | None:
         assert self._heads is not None
         return self._heads.read_first(self._buffer, start, self._is_final)
 
     def _cross(self, found: Found) -> None:
-        """Go on behind a delimiter that is not one of calls."""
+        """Continue after a delimiter that is not one of calls."""
         if found.label in ("skip", "end"):
             text = self._buffer[: found.start]
             kept = text.rstrip()

@@ -1,6 +1,6 @@
 """Read a regular expression for a delimiter as the texts that it matches.
 
-Only what delimiters need is known: literal text, whitespace, alternatives, optional parts, and named groups.
+Supports only what delimiters need: literal text, whitespace, alternatives, optional parts, and named groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from serve_llm.server.dialects.dialect import DialectError
 
 _MAX_FORMS = 32
 _MAX_CHARACTERS = 1000
-_MAX_DEPTH = 8  # groups in groups
+_MAX_DEPTH = 8  # maximum nesting of groups
 _ANCHORS = ("^", "$", r"\Z", r"\A")
 _ESCAPES = {"n": "\n", "t": "\t"}
 _ATOM = re.compile(r"\\.|\(\?P<\w+>|\(\?:|\(|.", re.DOTALL)
@@ -37,7 +37,7 @@ _EMPTY: list[_Parts] = [()]
 
 
 def read_pattern(pattern: str) -> list[Form]:
-    """All texts that `pattern` matches, each as texts between named groups. Raises DialectError."""
+    """Return all texts that `pattern` matches, each as texts between named groups. Raises DialectError."""
     reader = _PatternReader(pattern)
     if len(pattern) > _MAX_CHARACTERS:
         raise reader.error()
@@ -57,7 +57,7 @@ class _PatternReader:
         return DialectError(f"the pattern {self._pattern[:_MAX_CHARACTERS]!r} is more than a delimiter")
 
     def read_alternatives(self) -> list[_Parts]:
-        """Up to a closing parenthesis or the end."""
+        """Read up to a closing parenthesis or the end."""
         forms = self._read_sequence()
         while self._pattern.startswith("|", self.position):
             self.position += 1
@@ -146,7 +146,7 @@ class _PatternReader:
 
 
 def _join(parts: _Parts) -> Form:
-    """Join neighbouring texts. Whitespace is a line break, after a colon or comma a space.
+    """Join adjacent texts. Whitespace becomes a line break, or a space after a colon or comma.
 
     Optional whitespace at the end is left out.
     """

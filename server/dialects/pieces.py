@@ -1,4 +1,4 @@
-"""What a parser finds in the text of a turn, in the order in which it was written."""
+"""The pieces that a parser finds in the text of a turn, in the order in which they were written."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from serve_llm.server.dialects.tool import Tool
 
 
 def create_reader(calls: CallFormat, tool: Tool | None) -> ArgumentsReader:
-    """tool: None if the call names none that is known."""
+    """tool: None if the call names no known tool."""
     match calls.codec:
         case JsonCodec(name_key=""):
             return JsonReader()

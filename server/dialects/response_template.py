@@ -1,7 +1,7 @@
 """Read the `response_template` of a checkpoint: transformers' declaration of how a model writes its turns.
 
-Its fields name delimiters as texts or regular expressions; what they say in the ways of the published checkpoints
-becomes a `Dialect`. What goes beyond that is refused by name.
+Its fields give delimiters as texts or regular expressions; the forms used by published checkpoints become a `Dialect`.
+Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class _Template(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class _Keys(NamedTuple):
-    """Where a transform takes the name and the arguments of a call from; "": the name is a group of the pattern."""
+    """The keys from which a transform takes a call's name and arguments; "": the name is a group of the pattern."""
 
     name: str
     arguments: str
 
 
 def read_response_template(template: object) -> Dialect:
-    """The dialect that a response_template declares. Raises DialectError."""
+    """Return the dialect that a response_template declares. Raises DialectError."""
     try:
         spec = msgspec.convert(template, _Template)
     except msgspec.ValidationError as error:
@@ -91,7 +91,7 @@ def read_response_template(template: object) -> Dialect:
     calls = spec.fields.get("tool_calls")
     builtin = None if calls is None else _find_builtin(calls)
     if builtin is not None and builtin.start:
-        return builtin  # its messages have more forms than a response_template can name
+        return builtin  # its messages have more forms than a response_template can express
     try:
         return Dialect(
             name="response_template",
@@ -138,7 +138,7 @@ def _read_calls(field: _Field, builtin: Dialect | None) -> CallFormat:
 
 
 def _find_builtin(field: _Field) -> Dialect | None:
-    """The built-in dialect whose calls open with what the field's pattern names."""
+    """Return the built-in dialect whose calls open as the field's pattern says."""
     text = (field.open_pattern or str(field.open)).replace("\\", "")
     best: tuple[int, Dialect] | None = None
     for dialect in BUILT_IN.values():
@@ -151,7 +151,7 @@ def _find_builtin(field: _Field) -> Dialect | None:
 
 
 def _use_builtin_whitespace(calls: CallFormat) -> CallFormat:
-    """The built-in format that differs in whitespace only, if there is one: patterns do not say what models write."""
+    """Return the built-in format that differs only in whitespace, if any: patterns do not say what models write."""
     for dialect in BUILT_IN.values():
         if dialect.calls is not None and _list_words(dialect.calls) == _list_words(calls):
             return dialect.calls
@@ -231,7 +231,7 @@ def _read_tags(field: _Field) -> TaggedCodec:
 
 
 def _read_bare_object(opening: Delimiter, ending: Delimiter) -> JsonCodec | None:
-    """The codec of calls whose opening is the start of a JSON object."""
+    """Return the codec of calls whose opening is the start of a JSON object."""
     start = _OBJECT_START.fullmatch(get_forms(opening)[0])
     middle = _OBJECT_MIDDLE.fullmatch(get_forms(ending)[0])
     if start is None or middle is None:
@@ -240,14 +240,14 @@ def _read_bare_object(opening: Delimiter, ending: Delimiter) -> JsonCodec | None
 
 
 def _close_elements(opening: Delimiter, close: tuple[str, ...]) -> tuple[str, ...]:
-    """The closing delimiters, also with the end of an element that `opening` leaves open: `<function=`."""
+    """Return the closing delimiters, including the end of an element that `opening` leaves open: `<function=`."""
     names = [found[1] for form in get_forms(opening) for found in _OPEN_ELEMENT.finditer(form)]
     ends = [f"</{name}>" for name in dict.fromkeys(names)]
     return (*(f"{end}\n{form}" for form in close for end in ends if end not in form), *close)
 
 
 def _split_at_name(forms: list[Form]) -> tuple[Delimiter, Delimiter]:
-    """What comes before and after the group `name`."""
+    """Return the texts before and after the group `name`."""
     before: list[str] = []
     after: list[str] = []
     for form in forms:

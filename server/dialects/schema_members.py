@@ -1,5 +1,4 @@
-"""What a schema says of objects and of lists, for formats other than JSON. What those cannot enforce is refused by
-name."""
+"""What a schema says about objects and lists, for formats other than JSON, which refuse what they cannot enforce."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from serve_llm.server.structured_output.schema_walk import KEYWORDS
 
 Schema = Mapping[str, object]
 
-BESIDE = {"$defs", "definitions", "x-guidance"}  # keywords that limit no value
+BESIDE = {"$defs", "definitions", "x-guidance"}  # keywords that restrict no value
 CANNOT = "it cannot be enforced in this model's format"
 NOT_BESIDE = "it cannot be enforced beside others in this model's format"
-MAX_ITEMS = 100  # that minItems, maxItems and prefixItems may name
+MAX_ITEMS = 100  # maximum for minItems, maxItems and prefixItems
 
 GENERAL = frozenset(
     "allOf anyOf oneOf not if then else $ref $dynamicRef $recursiveRef const enum disallow divisibleBy extends".split()
@@ -48,7 +47,7 @@ class ListForm(NamedTuple):
 
 @contextmanager
 def located(*path: str) -> Iterator[None]:
-    """Adds the location of the part in the schema to the pointer of an error."""
+    """Add the location of the part in the schema to the pointer of an error."""
     try:
         yield
     except GrammarError as error:
@@ -60,7 +59,7 @@ def located(*path: str) -> Iterator[None]:
 
 
 def resolve_alone(schema: object, root: Schema) -> object:
-    """Like `resolve`. Raises GrammarError if there is nothing, or if there are other keywords beside a reference."""
+    """Like `resolve`. Raises GrammarError if there is nothing, or if there are other keywords next to a reference."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -73,7 +72,7 @@ def resolve_alone(schema: object, root: Schema) -> object:
 
 
 def resolve_object(schema: object, root: Schema) -> Schema:
-    """An object's schema, without reference. Raises GrammarError."""
+    """Return the schema of an object, without reference. Raises GrammarError."""
     found = resolve_alone(schema, root)
     if not isinstance(found, Mapping) or set(find_types(found, root)) - {"null"} != {"object"}:
         raise GrammarError("it must be the schema of an object", keyword="type")
@@ -81,7 +80,8 @@ def resolve_object(schema: object, root: Schema) -> Schema:
 
 
 def list_members(schema: object, root: Schema, codec: Codec) -> list[Member]:
-    """The properties of an object, in their order. root: the schema that references point into. Raises GrammarError."""
+    """Return the properties of an object, in order. root: the schema that references point into. Raises
+    GrammarError."""
     found = resolve_object(schema, root)
     _refuse(found, _OF_OBJECTS)
     properties = found.get("properties", {})
@@ -103,7 +103,7 @@ def list_members(schema: object, root: Schema, codec: Codec) -> list[Member]:
 
 
 def is_any_object(schema: Schema) -> bool:
-    """Whether a schema says no more than that a value is an object."""
+    """Whether a schema says only that a value is an object."""
     if schema.get("properties") or schema.get("required") or any(keyword in schema for keyword in _OF_OBJECTS):
         return False
     return schema.get("additionalProperties", True) in (True, {})
@@ -142,7 +142,7 @@ def _refuse(schema: Schema, keywords: Collection[str]) -> None:
 
 
 def list_names(schema: object) -> Iterator[str]:
-    """The names of all properties that a schema declares, at any depth. The schema may be malformed."""
+    """Return the names of all properties that a schema declares, at any depth. The schema may be malformed."""
     stack = [schema]
     while stack:
         found = stack.pop()
@@ -156,7 +156,7 @@ def list_names(schema: object) -> Iterator[str]:
 
 
 def can_write_name(name: str, codec: Codec) -> bool:
-    """Whether the format can write the name of an argument so that it is read again."""
+    """Whether the format can write the name of an argument so that the parser reads it back."""
     match codec:
         case TaggedCodec():
             ends = [form.strip()[0] for form in [*get_forms(codec.key_end), codec.json_key_end] if form.strip()]

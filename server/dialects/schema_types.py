@@ -1,4 +1,4 @@
-"""Which types a tool's schema gives an argument."""
+"""The types that a tool's schema gives an argument."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from serve_llm.server.structured_output.schema_walk import Subschema, find_targe
 
 ALL_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
 
-MAX_DEPTH = 10  # references and alternatives inside each other
+MAX_DEPTH = 10  # maximum nesting of references and alternatives
 
 
 def find_argument_types(tool: Tool | None, key: str) -> frozenset[str]:
-    """The JSON types that an argument may have; string if nothing is known of it."""
+    """Return the JSON types that an argument may have; string if nothing is known about it."""
     properties = tool.parameters.get("properties") if tool is not None else None
     if tool is None or not isinstance(properties, Mapping) or key not in properties:
         return frozenset(("string",))
@@ -22,7 +22,7 @@ def find_argument_types(tool: Tool | None, key: str) -> frozenset[str]:
 
 
 def find_type(value: object) -> str:
-    """The JSON type of a value that came out of a JSON parser."""
+    """Return the JSON type of a value from a JSON parser."""
     match value:
         case None:
             return "null"
@@ -41,7 +41,8 @@ def find_type(value: object) -> str:
 
 
 def resolve(schema: object, root: Mapping[str, object]) -> object:
-    """The schema that a local reference points to; a schema without reference as it is, None if there is nothing."""
+    """Return the schema that a local reference points to; a schema without reference as it is; None if there is
+    none."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -50,7 +51,7 @@ def resolve(schema: object, root: Mapping[str, object]) -> object:
 
 
 def follow_reference(reference: str, root: Mapping[str, object]) -> object:
-    """What a local reference points to; None if there is nothing."""
+    """Return what a local reference points to; None if there is nothing."""
     if reference == "#":
         return root
     if not reference.startswith("#"):
@@ -60,8 +61,8 @@ def follow_reference(reference: str, root: Mapping[str, object]) -> object:
 
 
 def find_types(schema: object, root: Mapping[str, object], depth: int = 0, *, nullable: bool = False) -> Iterator[str]:
-    """The types that a schema names; none if it names none. root: the schema that references point into. nullable: null
-    too, where OpenAPI's keyword `nullable` allows it."""
+    """Return the types that a schema names; empty if it names none. root: the schema that references point into.
+    nullable: include null if OpenAPI's keyword `nullable` allows it."""
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return

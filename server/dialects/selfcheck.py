@@ -1,4 +1,5 @@
-"""Check a dialect against the chat template: what the template writes is read back, and rendered again, equal."""
+"""Check a dialect against the chat template: reading and rendering again what the template writes must not change
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _SHOWN = 80  # characters
 
 
 def check_dialect(dialect: Dialect, template: ChatTemplate) -> str:
-    """The verdict in a few words."""
+    """Return the verdict in a few words."""
     if dialect.calls is None:
         return "calls are not known"
     rendered = list(render_turns(template))

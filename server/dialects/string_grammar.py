@@ -1,4 +1,4 @@
-"""Schemas in formats that write strings without quotes: what of a schema is a string, and which texts are valid."""
+"""Schemas in formats that write strings without quotes: which part of a schema is a string, and its valid texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLAGS = re.compile(r"\(\?[a-zA-Z-]+\)")
 
 
 class SplitSchema(NamedTuple):
-    strings: Sequence[Schema]  # schemas of the strings that are valid
+    strings: Sequence[Schema]  # schemas of valid strings
     others: Sequence[Schema]  # schemas of the values of other types
 
 
@@ -74,9 +74,9 @@ def _split_values(schema: Schema, types: set[str]) -> SplitSchema:
 
 
 def write_strings(found: SplitSchema, end: Delimiter, excluded: Sequence[str] = ()) -> Symbol:
-    """A terminal for the strings of a schema as they are. end: follows a string, and cannot occur in it.
+    """Write a terminal for the strings of a schema, without quotes. end: follows a string, and cannot occur in it.
 
-    excluded: expressions of other texts that are no strings. Raises GrammarError.
+    excluded: expressions of texts that are not strings. Raises GrammarError.
     """
     expression = f"({' | '.join(write_string(schema, end).expression for schema in found.strings)})"
     if excluded:
@@ -102,7 +102,8 @@ def _split_alternatives(schema: Schema, keyword: str, root: Schema) -> SplitSche
 
 
 def write_string(schema: Schema, end: Delimiter) -> Symbol:
-    """A terminal for strings of one schema of a `SplitSchema`. end: as for `write_strings`. Raises GrammarError."""
+    """Write a terminal for strings of one schema of a `SplitSchema`. end: as for `write_strings`. Raises
+    GrammarError."""
     if "enum" in schema or "const" in schema:
         keyword = "enum" if "enum" in schema else "const"
         values = schema.get("enum", [schema.get("const")])
@@ -143,7 +144,7 @@ def _check_value(value: str, end: Delimiter, keyword: str) -> None:
 
 
 def _write_pattern(pattern: str) -> str:
-    """Texts in which a pattern is found."""
+    """Write texts in which a pattern is found."""
     try:
         pattern = translate_pattern(pattern)
     except GrammarError as error:
@@ -164,7 +165,7 @@ def _write_pattern(pattern: str) -> str:
 
 
 def _write_branch(prefix: str, units: list[str]) -> str:
-    """Texts in which one of a pattern's alternatives is found. prefix: flags of the pattern."""
+    """Write texts in which one of a pattern's alternatives is found. prefix: flags of the pattern."""
     is_begun = units[:1] == ["^"]
     is_ended = units[-1:] == ["$"]
     inner = units[is_begun : len(units) - is_ended]

@@ -129,7 +129,7 @@ _HARMONY = CallFormat(
         "<|channel|>commentary to=functions.",
         "to=functions.",
         "<|channel|>analysis to=functions.",
-        "<|channel|>commentary to=",  # tools that OpenAI's models know without being told, as in `to=browser.search`
+        "<|channel|>commentary to=",  # tools that OpenAI's models know by themselves, as in `to=browser.search`
         "<|channel|>analysis to=",
     ),
     name_end=(

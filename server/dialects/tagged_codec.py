@@ -26,10 +26,10 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class TaggedReader:
-    """Writes the arguments' object. Of arguments with the same name the first counts.
+    """Writes the arguments' object. Of arguments with the same name, the first one counts.
 
-    Strings leave as they come, other values when they are complete. A value that has none of the types of its schema
-    is a string.
+    Strings are passed on as they arrive, other values when they are complete. A value that has none of the types in its
+    schema is a string.
     """
 
     def __init__(self, codec: TaggedCodec, close: Delimiter, tool: Tool | None) -> None:
@@ -73,7 +73,7 @@ class TaggedReader:
                 position = match.end
                 if match.label == "close":
                     if final and self._between.match(text, following, final=False) is INCOMPLETE:
-                        position = len(text)  # the turn was cut in a longer form of the delimiter
+                        position = len(text)  # the turn was truncated in a longer form of the delimiter
                     parts.append("}" if self._keys else "{}")
                     return ReadResult(position, "".join(parts), Outcome.DONE)
                 self._is_in_key = True
@@ -94,10 +94,10 @@ class TaggedReader:
 
 
 class _Value:
-    """One value that is being read. `position`: what comes before has been read."""
+    """One value that is being read. `position`: everything before it has been read."""
 
     def __init__(self, types: frozenset[str], value_end: DelimiterSet, lead: str, trail: str, is_dropped: bool) -> None:
-        """lead, trail: whitespace at both ends that belongs to the delimiters, if it is there."""
+        """lead, trail: whitespace at both ends that belongs to the delimiters, if present."""
         self._types = types
         self._value_end = value_end
         self._lead = lead
@@ -106,14 +106,14 @@ class _Value:
         self._is_raw = types == {"string"}
         self._has_begun = False
         self.position = 0
-        # Of a value that is not raw, whose position stays where it is; the lengths are from there on.
+        # For a value that is not raw, whose position does not move; the lengths count from there.
         self._scanner = JsonScanner()
         self._num_scanned = 0
         self._num_passed = 0  # up to the end of the last delimiter inside the value
         self._first_end: tuple[int, int] | None = None  # the first delimiter, if it is in a JSON string
 
     def read(self, text: str, start: int, final: bool, parts: list[str]) -> int | Incomplete:
-        """The end of the value and its delimiter. Adds JSON text to parts."""
+        """Return the end of the value and its delimiter. Adds JSON text to parts."""
         self.position = start
         if not self._has_begun:
             if self._lead.startswith(text[start : start + len(self._lead)]) and len(text) < start + len(self._lead):
@@ -137,7 +137,7 @@ class _Value:
         return found.end
 
     def _find_end(self, text: str, final: bool) -> Found | int:
-        """The delimiter that ends the value. In JSON it may occur in strings, unless the JSON never ends."""
+        """Return the delimiter that ends the value. In JSON it may occur in strings, unless the JSON never ends."""
         while True:
             found = self._value_end.find(text, self.position + self._num_passed, final)
             if isinstance(found, int):
@@ -161,7 +161,7 @@ class _Value:
         return Found("end", self.position + start, self.position + end)
 
     def _is_cut(self, value: str) -> bool:
-        """Whether a value up to the first delimiter ends in a string of JSON."""
+        """Whether a value up to the first delimiter ends inside a JSON string."""
         begins = '[{"'
         if "string" in self._types:
             begins = ("[" if "array" in self._types else "") + ("{" if "object" in self._types else "")
@@ -176,7 +176,7 @@ class _Value:
             parts.append(json_text)
 
     def _find_safe_end(self, text: str, end: int) -> int:
-        """The end of the text that cannot belong to the delimiter that may begin at `end`."""
+        """Return the end of the text that cannot belong to the delimiter that may begin at `end`."""
         for length in range(len(self._trail), 0, -1):
             if text.endswith(self._trail[:length], self.position, end):
                 return end - length
@@ -184,7 +184,7 @@ class _Value:
 
 
 def _write_value(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that is not a string only. types: those that it may have, all if empty."""
+    """Return the JSON text of a value that is not only a string. types: those that it may have; empty: all."""
     written = text.strip()
     value = decode_json(written)
     if value is None and written != "null":
@@ -199,7 +199,7 @@ def _write_value(text: str, types: frozenset[str]) -> str:
 
 
 def _read_literal(text: str) -> object:
-    """The value of a Python literal that JSON can hold; None if it is none."""
+    """Return the value of a Python literal that JSON can represent; None if there is none."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     if not text.startswith(("[", "{")) and re.fullmatch(NUMBER, text) is None:

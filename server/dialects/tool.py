@@ -1,4 +1,4 @@
-"""Tools that a model may call, and what a request says about calling them."""
+"""The tools that a model may call, and what a request says about calling them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Tool(msgspec.Struct, frozen=True):
     name: str
     description: str = ""
     parameters: dict[str, object] = msgspec.field(default_factory=dict)  # JSON schema of the arguments
-    strict: bool = False  # whether arguments must be valid under the schema even where calling is the model's choice
-    schema_param: str = ""  # how errors name `parameters`
+    strict: bool = False  # whether arguments must match the schema even if the model chooses whether to call
+    schema_param: str = ""  # the name of `parameters` in errors
 
     @property
     def argument_schema(self) -> dict[str, object]:
-        """The schema that binds the arguments.
+        """Return the schema that the arguments must match.
 
         A function whose `parameters` are omitted, or name no properties and say nothing else, takes no arguments. As a
         JSON schema they would allow any.
@@ -32,18 +32,18 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`names` None: all tools of the request may be called, else these."""
+    """`names`: the tools that may be called; None: all tools of the request."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None
     is_named: bool = False  # whether the request names the one function to call
 
     def select(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        """The tools that may be called."""
+        """Return the tools that may be called."""
         if self.mode == "none":
             return ()
         return tuple(tool for tool in tools if self.names is None or tool.name in self.names)
 
     def binds(self, tool: Tool) -> bool:
-        """Whether the arguments of a call must be valid under the tool's schema."""
+        """Whether the arguments of a call must match the tool's schema."""
         return tool.strict or self.mode == "required"

@@ -1,4 +1,4 @@
-"""A whole turn: its text parsed at once, and where in it the prompt ends."""
+"""A whole turn: parse its text at once, and find where in it the prompt ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ParsedCall(msgspec.Struct):
     arguments: str = ""  # JSON text
 
     def read_arguments(self) -> object:
-        """The value of the arguments, or their text if the call was cut off."""
+        """Return the value of the arguments, or their text if the call was truncated."""
         try:
             return json.loads(self.arguments)
         except ValueError:
@@ -34,7 +34,7 @@ class Turn(msgspec.Struct):
 
 
 def parse_turn(dialect: Dialect, tools: Sequence[Tool], text: str, *, in_reasoning: bool = False) -> Turn:
-    """A turn from its text. in_reasoning: the prompt has opened the reasoning."""
+    """Parse a turn from its text. in_reasoning: the prompt has opened the reasoning."""
     parser = DialectParser(dialect, tools, in_reasoning=in_reasoning, generator=random.Random(0))
     turn = Turn()
     for piece in [*parser.push(text), *parser.finish()]:
