@@ -1,7 +1,7 @@
-"""Builds the CPU kernels, where there is a C++ compiler; without one the package installs all the same, without them.
+"""Build the CPU kernels if there is a C++ compiler; without one, the package is installed without them.
 
 The environment variable CPU_KERNELS selects the processors: `all` (the default), or `native` for this machine's, which
-takes a fifth of the time. Everything else about the package stands in pyproject.toml.
+takes a fifth of the time. Everything else about the package is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from setuptools.errors import CompileError
 
 FOLDER = Path("kernels/cpu")
 # No -ffast-math and no contraction: a result must not depend on how a compiler reorders a loop (decision 0011).
-# g++ 12 takes its own vector header for reading what was never written.
+# g++ 12 warns about its own vector header, claiming that it reads uninitialised values.
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -31,11 +31,11 @@ FLAGS = [
     "-Wno-maybe-uninitialized",
 ]
 WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
-VARIANTS = {"baseline": []}  # name -> the compiler's options; the library chooses one on the machine where it runs
+VARIANTS = {"baseline": []}  # name -> compiler options; the library chooses one on the machine where it runs
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {"avx2": ["-mavx2", "-mfma"], "avx512": WIDE, "avx512_bf16": [*WIDE, "-mavx512bf16", "-mavx512vnni"]}
 WIDE_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-PROCESSOR_FLAGS = {  # what Linux calls a processor's abilities that a variant needs
+PROCESSOR_FLAGS = {  # Linux's names of the processor features that a variant needs
     "baseline": set(),
     "avx2": {"avx2", "fma"},
     "avx512": WIDE_FLAGS,
@@ -51,12 +51,12 @@ if KERNELS not in ("all", "native"):
 
 PER_VARIANT = ("attend.cpp", "delta_rule.cpp", "grouped.cpp", "lora.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
 WITH_TILES = ("attend.cpp", "grouped_tiles.cpp", "multiply.cpp")  # for AMX; the others are as for avx512_bf16
-# who computes what, and the C interface
+# division of work, and the C interface
 ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")
 
 
 class BuildKernels(build_ext):
-    """Compiles PER_VARIANT once for each variant; setuptools itself knows one set of options per extension."""
+    """Compiles PER_VARIANT once for each variant; setuptools itself supports one set of options per extension."""
 
     def build_extension(self, extension: Extension) -> None:
         variants = self._choose_variants()
@@ -78,7 +78,8 @@ class BuildKernels(build_ext):
         super().build_extension(extension)
 
     def _choose_variants(self) -> dict[str, list[str]]:
-        """All variants that the compiler knows or, with CPU_KERNELS=native, what the fastest one here needs."""
+        """Return all variants that the compiler supports or, with CPU_KERNELS=native, those needed for the fastest one
+        here."""
         variants = VARIANTS | ({"amx": AMX} if self._knows_amx() else {})
         if KERNELS == "all" or not PROCESSOR.exists():
             return variants

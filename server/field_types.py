@@ -1,4 +1,4 @@
-"""Types of the fields that Python callers set: convert what is meant unambiguously, and name the field otherwise."""
+"""Types of fields set by Python callers: convert values with an unambiguous meaning, and name the field otherwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def convert_fields(struct: msgspec.Struct) -> None:
 
 
 def to_int(value: Any, name: str) -> int:
-    """An integer of Python or NumPy, or a float without a fraction."""
+    """Convert a Python or NumPy integer, or a float without a fraction."""
     if type(value) is int:
         return value
     plain = _to_plain(value)
@@ -48,7 +48,7 @@ def to_ids(value: Any, name: str) -> list[int]:
 
 
 def _to_count(value: Any, name: str) -> int | None:
-    """As `to_int`, with vLLM's True for 1; False is None."""
+    """Like `to_int`, but accept vLLM's True for 1; False becomes None."""
     if isinstance(value, bool):
         return 1 if value else None
     return to_int(value, name)
@@ -101,7 +101,7 @@ def _to_biases(value: Any, name: str) -> dict[int, float]:
 
 def _to_struct(kind: type[msgspec.Struct]) -> Convert:
     def convert(value: Any, name: str) -> Any:
-        """Check the fields of an object of this class, or make one from a dict of its fields."""
+        """Check the fields of an object of this class, or create one from a dict of its fields."""
         if isinstance(value, kind):
             fields = msgspec.structs.asdict(value)
         elif isinstance(value, Mapping):
@@ -124,7 +124,7 @@ def _to_struct(kind: type[msgspec.Struct]) -> Convert:
 
 
 def _to_plain(value: Any) -> Any:
-    """The Python number that a scalar of NumPy or torch holds."""
+    """Return the Python number in a scalar of NumPy or torch."""
     item = getattr(value, "item", None)
     if item is None or getattr(value, "ndim", 1) != 0:
         return value
@@ -156,7 +156,7 @@ _CONVERTERS: dict[Any, Convert] = {
 
 @functools.cache
 def _read_fields(kind: type[msgspec.Struct]) -> list[tuple[str, Any, bool, Convert]]:
-    """(name, default, whether it may be None, conversion) of each field."""
+    """Return (name, default, whether it may be None, conversion) of each field."""
     found = []
     for field in msgspec.structs.fields(kind):
         members = getattr(field.type, "__args__", ())

@@ -9,7 +9,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 1.0  # after an error, before a loop begins again
+PAUSE_SECONDS = 1.0  # delay after an error before a loop starts again
 
 
 async def keep_running(loop: Callable[[], Coroutine[Any, Any, None]], purpose: str) -> None:

@@ -48,15 +48,15 @@ class MessageChannel(asyncio.Protocol):
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes of messages that the peer has not taken, without what the operating system holds."""
+        """Bytes of messages that the peer has not read, excluding those buffered by the operating system."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
-        """Close without sending what is left. Idempotent."""
+        """Close without sending the rest. Idempotent."""
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Send what is left, then close. Idempotent."""
+        """Send the rest, then close. Idempotent."""
         if self._transport is not None:
             self._transport.close()

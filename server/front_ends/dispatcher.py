@@ -27,7 +27,7 @@ from serve_llm.server.generate.dispatcher import Pairs
 from serve_llm.server.http.errors import RequestError, Unavailable
 from serve_llm.server.metrics.meter import Clock, Meter
 
-ID_BITS = 40  # request ids of a front end begin with its number above these; the server process's own are below
+ID_BITS = 40  # request ids hold a front end's number above these bits, 0 for the server process's own
 
 
 class RelayedRequest:
@@ -69,9 +69,9 @@ class RemoteDispatcher:
         self._send = send
         self._state = EngineState(None, None, Pace())
         self._ids = count(number << ID_BITS)
-        self._requests: dict[int, RelayedRequest] = {}  # open ones, by id
+        self._requests: dict[int, RelayedRequest] = {}  # open requests, by id
         self._generations: dict[int, _OpenGeneration] = {}
-        self._numbers: dict[AdmissionRequest, int] = {}  # numbers of the open generations
+        self._numbers: dict[AdmissionRequest, int] = {}  # numbers of open generations
 
     @property
     def num_open(self) -> int:
@@ -118,7 +118,7 @@ class RemoteDispatcher:
         return submitted
 
     def begin(self, admission: AdmissionRequest, num_prompt_tokens: int) -> None:
-        """Nothing to do: the server process notices it by itself."""
+        """Do nothing: the server process notices the first token by itself."""
 
     def release(self, admission: AdmissionRequest, num_generated: int, *, is_whole: bool) -> None:
         number = self._numbers.pop(admission, None)

@@ -1,5 +1,4 @@
-"""Forward requests about the whole server and its stored objects to the server process, over HTTP on a Unix
-socket."""
+"""Forward requests about the whole server and its stored objects to the server process, over HTTP on a Unix socket."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from serve_llm.server.routes import scaling
 from serve_llm.server.routes.status import SERVER_PATHS
 
 CHUNK_BYTES = 2**16
-# Headers of one connection, which do not concern the next one, and those that say how the body is framed.
+# Headers that concern only one connection, and those that describe how the body is framed.
 _HOP_HEADERS = frozenset({b"connection", b"keep-alive", b"te", b"trailer", b"upgrade", b"expect", b"transfer-encoding"})
 
 
 def list_forwarded_paths(options: Options) -> tuple[str, ...]:
-    """The paths that a front end forwards, with all that begin with one of them and a slash."""
+    """List the paths that a front end forwards, including everything below them."""
     paths = [*SERVER_PATHS, "/openapi.json"]
     if options.responses_store != "off":
         paths.append("/v1/responses")
@@ -33,7 +32,7 @@ def list_forwarded_paths(options: Options) -> tuple[str, ...]:
 
 
 class Forwarder:
-    """ASGI middleware. A client that disconnects ends its request in the server process too."""
+    """ASGI middleware. A client that disconnects also ends its request in the server process."""
 
     def __init__(self, app: ASGIApp, paths: tuple[str, ...], socket_path: str) -> None:
         self.app = app
@@ -62,7 +61,7 @@ class Forwarder:
 
 
 async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> None:
-    """Send the request, then wait for the client to leave, and close the connection."""
+    """Send the request, then wait for the client to disconnect, and close the connection."""
     target = scope.get("raw_path") or scope["path"].encode()
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
@@ -82,7 +81,7 @@ async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWr
                 writer.write(b"0\r\n\r\n")
             await writer.drain()
     except ConnectionError:
-        return  # it answered and closed before the end of the body
+        return  # it answered and closed the connection before the end of the body
     writer.close()
 
 
@@ -111,7 +110,7 @@ class _Response:
         self._parser.feed_data(data)
 
     def take(self) -> list[Message]:
-        """The messages since the last call."""
+        """Return the messages since the last call."""
         taken = self._messages
         self._messages = []
         return taken

@@ -41,8 +41,8 @@ from serve_llm.server.tracing.start import EXPORT_SECONDS, start_tracing
 if TYPE_CHECKING:
     from serve_llm.server.tracing.tracing import Tracing  # imports an optional dependency
 
-COUNT_SECONDS = 1.0  # between two messages with counts
-END_SECONDS = 0.5  # for requests that were ended to get their last event
+COUNT_SECONDS = 1.0  # interval between messages with counts
+END_SECONDS = 0.5  # time for ended requests to get their last event
 
 
 class FrontEnd:
@@ -61,8 +61,7 @@ class FrontEnd:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Returns when the front end has drained, or the server process is gone. Raises ServeError if it does not
-        load."""
+        """Returns when the front end has drained, or the server process is gone. Raises ServeError if loading fails."""
         awaited: list[asyncio.Future[Any]] = [asyncio.ensure_future(self.channel.closed.wait()), self._ended]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         for task in self._tasks:
@@ -112,7 +111,7 @@ class FrontEnd:
         self._start(self._load(setup))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Run a coroutine in the background. What it raises ends the front end."""
+        """Run a coroutine in the background. An exception in it ends the front end."""
 
         def end(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None and not self._ended.done():
@@ -154,7 +153,7 @@ class FrontEnd:
         self._serving = asyncio.ensure_future(self._http_server.serve(sockets=[self._listener]))
 
     async def _drain(self, message: Drain) -> None:
-        """Let open connections end, and end the front end."""
+        """Let open connections finish, then end the front end."""
         if self._dispatcher is not None and self._http_server is not None and self._serving is not None:
             self._http_server.stop_accepting()
             await self._http_server.wait_until_idle(message.seconds)
@@ -191,7 +190,7 @@ class FrontEnd:
 
 
 def _take(counts: Counter[str]) -> dict[str, int]:
-    """All counts, which begin anew."""
+    """Return all counts and reset them."""
     taken = {label: count for label, count in counts.items() if count}
     counts.clear()
     return taken

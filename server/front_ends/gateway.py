@@ -58,7 +58,7 @@ OTHER_VERSION = Refused("it runs another version of serve-llm: install the same 
 
 
 class RemoteFrontEnd(FrontEndProcess):
-    """On a host that has joined."""
+    """A front end on a host that has joined."""
 
     def __init__(self, number: int, revision: int, send: Callable[[ToHost], None]) -> None:
         super().__init__(number, revision)
@@ -96,18 +96,18 @@ class RemoteFrontEnd(FrontEndProcess):
         self._report.add(len(data))
 
     def note_read(self, num_bytes: int) -> None:
-        """The process has taken so many bytes of what was sent."""
+        """Record that the process has read this many bytes."""
         if self._transport is not None:
             self._transport.note_read(num_bytes)
 
     def end(self, reason: str) -> None:
-        """The process has ended, or its host is lost. Idempotent."""
+        """Record that the process has ended, or that its host is lost. Idempotent."""
         if not self._end.done():
             self._end.set_result(reason)
 
 
 class JoinedHost(FrontEndHost):
-    """One that sends its messages through the gateway."""
+    """A joined host, which receives messages through the gateway."""
 
     has_own_clock = True
 
@@ -121,8 +121,8 @@ class JoinedHost(FrontEndHost):
         self._server_socket = server_socket
         self._has_served = False
         self._front_ends: dict[int, RemoteFrontEnd] = {}  # by stream
-        self._requests: dict[int, LocalStream] = {}  # forwarded ones, by stream
-        self._newest_request = 0  # the stream of the newest one
+        self._requests: dict[int, LocalStream] = {}  # forwarded requests, by stream
+        self._newest_request = 0  # the newest stream of a request
         self._carrying: set[asyncio.Task[None]] = set()
 
     def advance(self, revision: int, drain_seconds: float) -> int:
@@ -170,7 +170,7 @@ class JoinedHost(FrontEndHost):
             self._front_ends[message.stream].pid = message.pid
 
     def close(self, reason: str) -> None:
-        """End all streams. reason: of the end of the front ends."""
+        """Close all streams. reason: why the front ends have ended."""
         for process in self._front_ends.values():
             process.end(reason)
         for request in self._requests.values():
@@ -179,7 +179,7 @@ class JoinedHost(FrontEndHost):
         self._requests = {}
 
     def _find_request(self, number: int) -> LocalStream | None:
-        """The connection of a forwarded request, opened if it is new; None if it has ended."""
+        """Return the connection of a forwarded request, opened if it is new; None if it has ended."""
         if number < self._newest_request:
             self._newest_request = number
             stream = self._requests[number] = LocalStream(number, self._send)
@@ -189,7 +189,7 @@ class JoinedHost(FrontEndHost):
         return self._requests.get(number)
 
     async def _carry(self, stream: LocalStream) -> None:
-        """Connect a forwarded request to the server, until one side closes."""
+        """Carry a forwarded request to the server until one side closes."""
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: stream, self._server_socket)
             await stream.closed.wait()
@@ -200,7 +200,7 @@ class JoinedHost(FrontEndHost):
 
 
 class FrontEndGateway:
-    """Listens from its construction on. Create it in the event loop."""
+    """Listens as soon as it is constructed. Create it in the event loop."""
 
     def __init__(self, options: Options, group: FrontEndGroup) -> None:
         """Raises OptionError if the address cannot be used."""
@@ -223,7 +223,7 @@ class FrontEndGateway:
         logger.info("Front ends on other hosts may join at %s", options.front_end_addr)
 
     async def stop(self) -> None:
-        """Close the socket. The hosts notice it and try to join again."""
+        """Close the socket. The hosts notice and try to join again."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -256,7 +256,7 @@ class FrontEndGateway:
             logger.info("%s joined with %d front ends", message.hostname, message.num_front_ends)
             self._group.add_host(host)
         elif host is None:
-            self._send(peer, Refused("the server does not know this host"))  # it counted as lost, or has restarted
+            self._send(peer, Refused("the server does not know this host"))  # it was considered lost, or has restarted
         elif isinstance(message, Leave):
             logger.info("%s leaves when its front ends have drained", host.name)
             host.num_wanted = 0
@@ -270,7 +270,7 @@ class FrontEndGateway:
         return Welcome(self._options.model, self._options.revision)
 
     async def _watch(self) -> None:
-        """Tell the hosts that this process lives, and notice which of them do not."""
+        """Send heartbeats to the hosts, and detect those that send none."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for peer, host in list(self._hosts.items()):
@@ -283,7 +283,7 @@ class FrontEndGateway:
                     self._send(peer, Refused("it has left"))
 
     def _end(self, peer: bytes, cause: str) -> None:
-        """Give a host up. If it is still there, it joins again."""
+        """Give up a host. If it is still there, it joins again."""
         logger.error("%s is lost, with its front ends' requests: %s", self._hosts[peer].name, cause)
         self._remove(peer)
         self._send(peer, Refused(cause))
@@ -299,7 +299,7 @@ class FrontEndGateway:
 
 
 def _ignore_lost_peer(sending: asyncio.Future[Any]) -> None:
-    """A peer that is gone is noticed by its silence."""
+    """Ignore it: a lost peer is detected by its silence."""
     error = None if sending.cancelled() else sending.exception()
     if error is not None and not isinstance(error, zmq.ZMQError):
         logger.error("A message to a host of front ends was not sent", exc_info=error)

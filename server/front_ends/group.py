@@ -44,16 +44,16 @@ from serve_llm.server.metrics.meter import FrontEndCounts, ServerCounts
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.25  # between two checks of the engines' state
-HUNG_POLLS = 80  # consecutive polls without a message, after which a front end counts as hung
+POLL_SECONDS = 0.25  # interval between checks of the engines' state
+HUNG_POLLS = 80  # consecutive polls without a message after which a front end counts as hung
 HUNG_LOADING_POLLS = 960
-COLLECT_SECONDS = 1.0  # for the answers of front ends to a scrape
-ADAPTER_SECONDS = 5.0  # for front ends to learn of an adapter
-STOP_SECONDS = 5.0  # for front ends to end when asked, before they are killed
+COLLECT_SECONDS = 1.0  # time for front ends to answer a scrape
+ADAPTER_SECONDS = 5.0  # time for front ends to learn about an adapter
+STOP_SECONDS = 5.0  # time for front ends to end when asked, before they are killed
 
 
 class _Server(NamedTuple):
-    """Data that all front ends need."""
+    """Data that every front end needs."""
 
     directory: str  # the checkpoint on this host
     replicas: Replicas
@@ -64,8 +64,8 @@ class _Server(NamedTuple):
 
 
 class FrontEndGroup:
-    """Create it in the event loop: the processes start at once, so that their imports overlap those of the engines.
-    `connect` comes before `start`."""
+    """Create it in the event loop: the processes start immediately, so that their imports overlap those of the engines.
+    Call `connect` before `start`."""
 
     def __init__(self, options: Options, listener: socket.socket) -> None:
         """listener: where the front ends on this host accept connections. With one front end, there are no processes
@@ -83,15 +83,15 @@ class FrontEndGroup:
         self._num_started = 0
         self._num_collections = 0
         self._adapters_version = 0
-        self._state = b""  # the state that was sent last
-        self._changed = asyncio.Event()  # a process has ended or sent something that is waited for
+        self._state = b""  # the last state sent
+        self._changed = asyncio.Event()  # a process has ended, or sent an awaited message
         self._keeping: set[asyncio.Task[None]] = set()
         for _ in range(self._local.num_wanted):
             self._launch(self._local)
 
     @property
     def processes(self) -> list[tuple[FrontEndHost, FrontEndProcess]]:
-        """All of them, each with its host."""
+        """All processes, each with its host."""
         return [(host, process) for host in self._hosts for process in host.processes]
 
     def connect(
@@ -103,7 +103,7 @@ class FrontEndGroup:
         counts: ServerCounts,
         start_time: int,
     ) -> None:
-        """The engines are ready. counts: those of the server, to which the front ends' are added."""
+        """Called when the engines are ready. counts: the server's, to which those of front ends are added."""
         self._server = _Server(directory, replicas, admission, adapters, counts, start_time)
         for host, process in self.processes:
             self._set_up(host, process)
@@ -115,13 +115,13 @@ class FrontEndGroup:
             raise ServeError("a front end ended while it was loading; the log says why")
 
     def add_host(self, host: FrontEndHost) -> None:
-        """A host has joined. Its front ends begin to load at once."""
+        """Add a host that has joined. Its front ends start loading immediately."""
         self._hosts.append(host)
         for _ in range(host.num_wanted):
             self._launch(host)
 
     def remove_host(self, host: FrontEndHost) -> None:
-        """A host is lost, or has left. Its processes have ended."""
+        """Remove a host that is lost or has left. Its processes have ended."""
         host.num_wanted = 0
         self._hosts.remove(host)
 
@@ -135,7 +135,7 @@ class FrontEndGroup:
             await asyncio.sleep(POLL_SECONDS)
 
     def upgrade(self) -> None:
-        """Replace all front ends, one after the other, by new processes, which run the code that is installed now."""
+        """Replace all front ends, one after the other, by new processes, which run the currently installed code."""
         logger.info("Replacing %d front ends one after the other", sum(host.num_wanted for host in self._hosts))
         self._revision += 1
         for host in self._hosts:
@@ -143,7 +143,7 @@ class FrontEndGroup:
         self.advance()
 
     async def stop(self) -> None:
-        """End all front ends, and after STOP_SECONDS kill them. Idempotent."""
+        """End all front ends, and kill those left after STOP_SECONDS. Idempotent."""
         self._is_serving = False
         for _, process in self.processes:
             if process.phase in ("loading", "spare"):
@@ -157,7 +157,7 @@ class FrontEndGroup:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def collect_counts(self) -> None:
-        """Add what the front ends have counted until now to the server's counts."""
+        """Add what the front ends have counted so far to the server's counts."""
         self._num_collections += 1
         number = self._num_collections
         asked = self._send_to(CollectCounts(number), "serving", "draining")
@@ -168,7 +168,7 @@ class FrontEndGroup:
         await self._wait_for(have_answered, COLLECT_SECONDS)
 
     async def share_adapters(self) -> None:
-        """Returns when all front ends know the adapters of now."""
+        """Returns when all front ends know the current adapters."""
         assert self._server is not None
         self._adapters_version += 1
         version = self._adapters_version
@@ -211,7 +211,7 @@ class FrontEndGroup:
         self.advance()
 
     def _note_end(self, host: FrontEndHost, process: FrontEndProcess, how: str) -> None:
-        """A process of this revision has ended on a host that wants it."""
+        """Record that a process of this revision has ended on a host that needs it."""
         if process.phase == "loading":
             host.note_failure()
         if not self._is_serving or process.phase not in ("serving", "loading"):
@@ -224,7 +224,7 @@ class FrontEndGroup:
             logger.error("The front end process %s ended by %s while it was loading", name, how)
 
     def _set_up(self, host: FrontEndHost, process: FrontEndProcess) -> None:
-        """Tell a connected process what it needs to load. Does nothing if it has been told."""
+        """Tell a connected process what it must load. Does nothing if it has been told."""
         server = self._server
         if server is None or process.relay is not None or process.channel is None:
             return
@@ -246,7 +246,7 @@ class FrontEndGroup:
         process.send(self._read_state(server))
 
     def advance(self) -> None:
-        """Start, activate or drain processes towards the wanted number of each host."""
+        """Start, activate or drain processes to reach the wanted number on each host."""
         if not self._is_serving:
             return
         for host in self._hosts:
@@ -317,7 +317,7 @@ class FrontEndGroup:
         return EngineState(server.admission.obstacle, server.replicas.outage, server.admission.pace)
 
     async def _wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Wait until the condition is true, but not longer than this."""
+        """Wait until the condition is true, for at most this long."""
         try:
             async with asyncio.timeout(seconds):
                 while not condition():

@@ -10,7 +10,7 @@ from serve_llm.common.options.schema import Options
 from serve_llm.server.front_ends.messages import Activate, Drain
 from serve_llm.server.front_ends.process import FrontEndProcess, LocalFrontEnd
 
-# Seconds before the next start after processes in a row that did not load.
+# Seconds before the next start after consecutive processes that did not load.
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 
@@ -23,12 +23,12 @@ class FrontEndHost(ABC):
     has_own_clock: bool  # its monotonic clock is not that of the server process
 
     def __init__(self, num_wanted: int, server_socket: str) -> None:
-        """num_wanted: processes that are to answer clients. server_socket: path on that host of the Unix socket at
+        """num_wanted: processes that should answer clients. server_socket: path on that host of the Unix socket on
         which the server process answers HTTP."""
         self.num_wanted = num_wanted  # 0: none, and no spare one either
         self.server_socket = server_socket
         self.processes: list[FrontEndProcess] = []
-        self._num_failed = 0  # processes in a row that did not load
+        self._num_failed = 0  # consecutive processes that did not load
         self._next_start = 0.0  # time.monotonic() seconds; no process is started before
 
     @abstractmethod
@@ -36,11 +36,11 @@ class FrontEndHost(ABC):
         """See `FrontEndProcess`."""
 
     def adapt(self, options: Options) -> Options:
-        """The server's options for front ends there."""
+        """Adapt the server's options for front ends on that host."""
         return options
 
     def find_directory(self, directory: str) -> str:
-        """The checkpoint there. directory: on the server's host."""
+        """Return the checkpoint on that host. directory: on the server's host."""
         return directory
 
     @property
@@ -54,12 +54,12 @@ class FrontEndHost(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the newest process that was to load ended instead."""
+        """Whether the newest process ended instead of loading."""
         return self._num_failed > 0
 
     def advance(self, revision: int, drain_seconds: float) -> int:
-        """Activate or drain processes towards the wanted number of this revision. Returns how many to start, one of
-        them as the spare."""
+        """Activate or drain processes to reach the wanted number of this revision. Returns how many to start, including
+        the spare."""
         serving = self._list("serving")
         outdated = [one for one in serving if one.revision != revision]
         spares = [one for one in self._list("spare") if one.revision == revision]
@@ -80,13 +80,13 @@ class FrontEndHost(ABC):
         self._num_failed = 0
 
     def note_failure(self) -> None:
-        """A process ended before it was loaded."""
+        """Record that a process ended before it was loaded."""
         self._num_failed += 1
         pause = FIRST_PAUSE * 2.0 ** min(self._num_failed - 1, 16)
         self._next_start = time.monotonic() + min(LONGEST_PAUSE, pause)
 
     def upgrade(self) -> None:
-        """Replace what does not serve yet at once. `advance` does the rest, with another revision."""
+        """Immediately replace processes that do not serve yet. `advance` does the rest, with another revision."""
         self.note_loaded()
         self._next_start = 0.0
         for process in self._list("loading", "spare"):
@@ -114,7 +114,7 @@ def _drain(process: FrontEndProcess, seconds: float) -> None:
 
 
 class LocalHost(FrontEndHost):
-    """This one."""
+    """The server's own host."""
 
     name = None
     has_own_clock = False

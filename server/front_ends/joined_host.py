@@ -1,7 +1,7 @@
 """The program of a host whose front ends answer clients for a server elsewhere; `serve-llm front-end` runs it.
 
 It opens the port, asks the server which model it serves, finds the checkpoint, and then starts and ends front ends as
-the server says. It joins again when the server comes back; until then, clients' connections wait.
+the server requests. It joins again when the server comes back; until then, clients' connections wait.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class FrontEndHostProgram:
     """Create it in the event loop."""
 
     def __init__(self, options: Options) -> None:
-        """options: front_end_addr and cluster_secret are given; an empty model means that of the server. Raises
-        OptionError if the port is taken."""
+        """options: front_end_addr and cluster_secret are given; an empty model means the server's. Raises OptionError
+        if the port is taken."""
         assert options.front_end_addr is not None and options.cluster_secret is not None
         self.options = options
         self.server = options.front_end_addr
@@ -124,7 +124,7 @@ class FrontEndHostProgram:
         return None
 
     def _ask(self) -> CurveClient:
-        """A connection that gets the answer, as soon as there is a server."""
+        """Return a connection with the server's answer, as soon as there is a server."""
         client = CurveClient(self.server_url, self.secret)
         client.send(encode(Join(compute_join_protocol())))
         return client
@@ -157,8 +157,8 @@ class _Session:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, directory: Path) -> None:
-        """directory: the checkpoint. Returns when the server is lost, or has let this host leave. Raises what work in
-        the background raised, which ends the program: it would serve on without the server's messages."""
+        """directory: the checkpoint. Returns when the server is lost, or has let this host leave. Raises the exception
+        of a background task, which ends the program: otherwise it would continue without the server's messages."""
         options = self._options
         loop = asyncio.get_running_loop()
         requests = await loop.create_unix_server(self._open_request, self._server_socket)
@@ -200,7 +200,7 @@ class _Session:
                 return
 
     def _receive(self, message: ToHost) -> bool:
-        """False if the session is over."""
+        """Return False if the session is over."""
         if isinstance(message, StreamData):
             stream = self._find_stream(message.stream)
             if stream is not None:
@@ -248,7 +248,7 @@ class _Session:
     def _launch(self, message: StartFrontEnd) -> None:
         process, channel_socket = start_process(self._listener, message.protocol)
         channel = LocalStream(message.stream, self._send)
-        self._front_ends[message.stream] = _HostedProcess(process, channel)  # at once: data for it may already be here
+        self._front_ends[message.stream] = _HostedProcess(process, channel)  # now: data may already be here
         self._send(FrontEndStarted(message.stream, process.pid))
         self._start(self._keep(message.stream, channel_socket))
 
@@ -281,7 +281,7 @@ class _Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    # Signs of life
+    # Heartbeats
 
     async def _beat(self) -> None:
         while True:
@@ -289,7 +289,7 @@ class _Session:
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _leave(self) -> None:
-        await asyncio.wait([self._signals.first])  # unlike await, it leaves the future alone if it is cancelled
+        await asyncio.wait([self._signals.first])  # unlike await, this leaves the future alone if it is cancelled
         logger.info("Stopping: open requests may finish; a second signal ends them")
         self._send(Leave())
 

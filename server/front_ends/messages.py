@@ -1,9 +1,8 @@
-"""Messages between the server process, which owns the engines, and its front end processes: msgspec structs in
-msgpack.
+"""Messages between the server process, which owns the engines, and its front end processes: msgspec structs in msgpack.
 
-A front end gets Setup, answers Loaded, and gets Activate when it shall answer clients, and Drain when it shall end.
-For each generation it sends Open, aborts, and Close; the server process sends outputs, and Rejected if the generation
-was not admitted or has to end.
+A front end gets Setup, answers Loaded, gets Activate when it should answer clients, and Drain when it should end. For
+each generation it sends Open, aborts, and Close; the server process sends outputs, and Rejected if the generation was
+not admitted or has to end.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     number: int  # counts front end processes since the server started, from 1
     server_socket: str  # path of the Unix socket on which the server process answers HTTP
     start_time: int  # Unix seconds, of the server
-    clock_time: float | None  # seconds of the server process's clock when this was sent; None: it is the front end's
+    clock_time: float | None  # the server process's clock when this was sent; None: the front end shares that clock
 
 
 class Adapters(msgspec.Struct, tag=True, frozen=True):
-    """The adapters that requests may currently name."""
+    """The adapters that requests can currently name."""
 
     version: int  # increases with every change
     adapters: dict[str, Adapter]
@@ -47,7 +46,7 @@ class Activate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Accept no more connections, and end when those that are open have ended, after `seconds` in any case."""
+    """Accept no more connections, and end when the open ones have ended, or after `seconds`."""
 
     seconds: float
 
@@ -63,7 +62,7 @@ class EngineState(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
-    """Outputs of one engine. Their ids are those that the front end gave."""
+    """Outputs of one engine, with ids assigned by the front end."""
 
     engine: int
     outputs: list[Output]
@@ -102,9 +101,10 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """Admit and submit a generation. The fields but `requests` are those of `AdmissionRequest`.
+    """Admit and submit a generation. All fields except `requests` are those of `AdmissionRequest`.
 
-    requests: those of later choices of a prompt have no prompt_ids, because the first one has them."""
+    requests: later choices of a prompt have no prompt_ids, because the first one has them.
+    """
 
     generation: int
     tenant: int
@@ -128,10 +128,9 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Counts(msgspec.Struct, tag=True, frozen=True):
-    """What the front end has counted since its last message of this kind. It sends one each second, as a sign of
-    life."""
+    """What the front end has counted since its last message of this kind. Sent every second, also as a heartbeat."""
 
-    number: int  # that of the CollectCounts that it answers; 0: none
+    number: int  # number of the CollectCounts that it answers; 0: none
     meters: list[MeterCounts]  # per engine
     refused: dict[str, int]
     ignored_fields: dict[str, int]

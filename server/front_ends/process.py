@@ -1,4 +1,4 @@
-"""One front end process, as the server process sees it: talk to it, notice its end, kill it. It runs on this host or on
+"""One front end process, as the server process sees it: talk to it, detect its end, kill it. It runs on this host or on
 one that has joined (`server.front_ends.gateway`)."""
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from serve_llm.server.front_ends.relay import Relay
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 2**28  # the largest messages are log-probabilities of long prompts, some 50 MiB
-EXIT_SECONDS = 1.0  # for a process to exit after it has closed its channel
+EXIT_SECONDS = 1.0  # time for a process to exit after closing its channel
 
 Phase = Literal["loading", "spare", "serving", "draining"]
 
 
 class FrontEndProcess(ABC):
-    """Started by the constructor."""
+    """A front end process, started by the constructor."""
 
     pid: int  # on its host; 0 until it is known
 
     def __init__(self, number: int, revision: int) -> None:
-        """number: counts the processes since the server started. revision: of the code that it was started with."""
+        """number: counts the processes since the server started. revision: of the code with which it was started."""
         self.number = number
         self.revision = revision
         self.phase: Phase = "loading"
-        self.num_silent_polls = 0  # since its last message
+        self.num_silent_polls = 0  # polls since its last message
         self.counted = 0  # number of the last CollectCounts that it answered
         self.adapters_version = 0  # version of the adapters that it knows
         self.relay: Relay | None = None  # None until Setup is sent
@@ -68,8 +68,8 @@ class FrontEndProcess(ABC):
         """Idempotent."""
 
     def send(self, message: ToFrontEnd) -> None:
-        """Does nothing before `connect`, and after the process has ended. A process is killed if it leaves more than
-        MAX_UNREAD_BYTES unread: the engines do not wait for it, so that memory would run out."""
+        """Does nothing before `connect`, and after the process has ended. A process that leaves more than
+        MAX_UNREAD_BYTES unread is killed: the engines do not wait for it, so memory would run out."""
         if self.channel is None or self._is_abandoned:
             return
         num_bytes = self.channel.num_unread_bytes
@@ -80,7 +80,7 @@ class FrontEndProcess(ABC):
             self.channel.send(encode(message))
 
     def abandon(self) -> None:
-        """Kill it, and drop what was sent to it. Idempotent."""
+        """Kill it, and drop pending messages. Idempotent."""
         self._is_abandoned = True
         self.kill()
         if self.channel is not None:
@@ -88,7 +88,7 @@ class FrontEndProcess(ABC):
 
 
 class LocalFrontEnd(FrontEndProcess):
-    """On this host. It ends when its channel closes, so it never outlives this process."""
+    """A front end on this host. It ends when its channel closes, so it never outlives this process."""
 
     def __init__(self, number: int, revision: int, listener: socket.socket) -> None:
         """listener: where it will accept connections."""
@@ -115,9 +115,10 @@ def create_channel(receive: Callable[[FromFrontEnd], None]) -> MessageChannel:
 
 
 def start_process(listener: socket.socket, protocol: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process of a front end, and this end of its channel.
+    """Start the process of a front end. Returns it and this end of its channel.
 
-    listener: where it will accept connections. protocol: see `compute_protocol`; that of the server process."""
+    listener: where it will accept connections. protocol: see `compute_protocol`; the server process's.
+    """
     own_end, their_end = socket.socketpair()
     own_end.setblocking(False)
     command = [sys.executable, "-P", "-m", "serve_llm.server.front_ends", "--channel", str(their_end.fileno())]
@@ -130,7 +131,7 @@ def start_process(listener: socket.socket, protocol: str) -> tuple[subprocess.Po
 
 
 async def end_process(process: subprocess.Popen[bytes]) -> str:
-    """Wait for the exit of a process whose channel is closed, or kill it. Returns how it ended."""
+    """Wait for a process whose channel is closed to exit, or kill it. Returns how it ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs, or is stopped
         await asyncio.to_thread(process.wait, EXIT_SECONDS)
     kill_process(process)

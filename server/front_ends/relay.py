@@ -1,7 +1,7 @@
 """The server process's side of one front end: its open generations, in the admission controller and on the engines.
 
-Requests are tracked here, so that the engines, routing, admission and the recovery from a crash do not depend on how
-many front ends there are. The requests of a front end that is gone are aborted.
+Requests are tracked here, so that the engines, routing, admission and the recovery from a crash do not depend on the
+number of front ends. The requests of a lost front end are aborted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Relay:
             self._dispatcher.release(admission, message.num_generated, is_whole=message.is_whole)
 
     def close(self) -> None:
-        """The front end is gone: abort all its open requests. Idempotent."""
+        """Abort all open requests, because the front end is gone. Idempotent."""
         self._is_closed = True
         for generation in list(self._open):
             self.close_generation(Close(generation, 0, is_whole=False))
@@ -125,12 +125,12 @@ class _Sink:
         if not self._has_begun and output.error is None:
             self._has_begun = True
             self._relay.begin(self._admission, self._num_prompt_tokens)
-        output.id = self._id  # each engine that computes the request gives it another
+        output.id = self._id  # each engine that computes the request assigns it another id
         self._relay.forward(self.tracked, output)
 
 
 def _restore_prompts(requests: list[Request]) -> list[Request]:
-    """Give later choices of a prompt the list of the first one: the same list, by which `Replicas` groups them."""
+    """Give later choices of a prompt the same list object as the first one, because `Replicas` groups them by it."""
     restored = []
     prompt_ids: list[int] = []
     for request in requests:

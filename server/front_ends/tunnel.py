@@ -4,10 +4,10 @@ The host sends Join, the server process Welcome or Refused. The host sends Ready
 then on the server process starts and ends front ends there. Each has a stream for its channel; each request that a
 front end forwards has one to the server process's Unix socket. Encryption and authentication: `common.curve_zmq`.
 
-The receiver of a stream says how much of it its local connection has taken (StreamRead). A `LocalStream` reads no
-more from its connection while WINDOW_BYTES are under way, so a slow reader on one host slows the writer on the other
-one, and neither host collects what the reader does not take. The server process cannot wait for the channel of a front
-end; see `FrontEndProcess.send`.
+The receiver of a stream reports how much its local connection has read (StreamRead). A `LocalStream` reads no more from
+its connection while WINDOW_BYTES are in transit, so a slow reader on one host slows the writer on the other one, and
+neither host buffers unread data without limit. The server process cannot wait for the channel of a front end; see
+`FrontEndProcess.send`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import msgspec
 
 from serve_llm.server.front_ends.messages import FromFrontEnd, ToFrontEnd, compute_protocol
 
-BEAT_SECONDS = 1.0  # between two Beat messages, in both directions
-LOST_SECONDS = 8.0  # without a message, after which the other side counts as lost
-WINDOW_BYTES = 2**20  # bytes of one stream that may be under way
-REPORT_BYTES = WINDOW_BYTES // 4  # bytes that were taken, after which the receiver says so
+BEAT_SECONDS = 1.0  # interval between Beat messages, in both directions
+LOST_SECONDS = 8.0  # time without a message after which the other side counts as lost
+WINDOW_BYTES = 2**20  # maximum bytes of one stream in transit
+REPORT_BYTES = WINDOW_BYTES // 4  # bytes read after which the receiver reports them
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -39,7 +39,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The host takes front ends."""
+    """The host is ready to start front ends."""
 
     hostname: str
     num_front_ends: int
@@ -50,7 +50,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartFrontEnd(msgspec.Struct, tag=True, frozen=True):
-    """Start a front end, whose channel is the stream of this number."""
+    """Start a front end. Its channel is the stream with this number."""
 
     stream: int
     protocol: str
@@ -66,37 +66,37 @@ class Kill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Serving(msgspec.Struct, tag=True, frozen=True):
-    """The first front end of the host answers clients."""
+    """The first front end of the host is answering clients."""
 
 
 class StreamData(msgspec.Struct, tag=True, frozen=True):
-    """Positive numbers are channels of front ends, negative ones connections to the server process, which the first
-    data of a number opens. These numbers decrease: what comes late for one that has ended opens nothing."""
+    """Positive numbers are channels of front ends, negative ones connections to the server process, each opened by the
+    first data with its number. Negative numbers decrease, so late data for an ended connection opens nothing."""
 
     stream: int
     content: bytes
 
 
 class StreamRead(msgspec.Struct, tag=True, frozen=True):
-    """The receiver of a stream has taken so many more bytes of it."""
+    """The receiver of a stream has read this many more bytes."""
 
     stream: int
     num_bytes: int
 
 
 class StreamEnd(msgspec.Struct, tag=True, frozen=True):
-    """reason: how the process ended whose channel it was."""
+    """reason: how the process behind the channel ended."""
 
     stream: int
     reason: str = ""
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """The host shall have no front ends any more, once they have drained."""
+    """The host should have no more front ends once they have drained."""
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """A sign of life."""
+    """A heartbeat."""
 
 
 FromHost = Join | Ready | FrontEndStarted | StreamData | StreamRead | StreamEnd | Leave | Beat
@@ -108,17 +108,17 @@ decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 
 
 def compute_join_protocol() -> str:
-    """A digest of all messages between a host and the server process, those of the front ends included."""
+    """Return a digest of all messages between a host and the server process, including those of front ends."""
     return compute_protocol((ToFrontEnd, FromFrontEnd, FromHost, ToHost))
 
 
 class ReadReport:
-    """Tells the sender of a stream how much of it was taken."""
+    """Tells the sender of a stream how much of it was read."""
 
     def __init__(self, number: int, send: Callable[[StreamRead], None]) -> None:
         self._number = number
         self._send = send
-        self._num_taken = 0  # bytes of which the sender does not know
+        self._num_taken = 0  # bytes not reported to the sender yet
 
     def add(self, num_bytes: int) -> None:
         self._num_taken += num_bytes
@@ -138,11 +138,11 @@ class LocalStream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []  # before it is connected
         self._is_closing = False
-        self._num_under_way = 0  # bytes that were sent to the other host and not taken there
+        self._num_under_way = 0  # bytes that were sent to the other host and not read there
         self._is_reading = True
         self._report = ReadReport(number, send)
-        self._num_waiting = 0  # bytes that were written while the connection took nothing
-        self._takes_more = True  # the connection takes what is written
+        self._num_waiting = 0  # bytes written while the connection accepted none
+        self._takes_more = True  # the connection accepts data
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
@@ -173,7 +173,7 @@ class LocalStream(asyncio.Protocol):
         self._num_waiting = 0
 
     def note_read(self, num_bytes: int) -> None:
-        """The other host has taken so many bytes."""
+        """Record that the other host has read this many bytes."""
         self._num_under_way -= num_bytes
         transport = self._transport
         if self._num_under_way < WINDOW_BYTES and not self._is_reading and transport and not transport.is_closing():
@@ -193,33 +193,33 @@ class LocalStream(asyncio.Protocol):
             self._num_waiting += len(data)
 
     def close(self) -> None:
-        """Send what is left, then close. Idempotent."""
+        """Send the rest, then close. Idempotent."""
         self._is_closing = True
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close without sending what is left. Idempotent."""
+        """Close without sending the rest. Idempotent."""
         if self._transport is not None:
             self._transport.abort()
 
 
 class StreamTransport(asyncio.Transport):
-    """What a protocol writes to a stream whose other end is on another host."""
+    """The transport of a protocol whose peer is on another host."""
 
     def __init__(self, number: int, protocol: asyncio.Protocol, send: Callable[[StreamData], None]) -> None:
         super().__init__()
         self._number = number
         self._protocol = protocol
         self._send = send
-        self._num_under_way = 0  # bytes that were sent to the other host and not taken there
+        self._num_under_way = 0  # bytes that were sent to the other host and not read there
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._num_under_way += len(data)
         self._send(StreamData(self._number, bytes(data)))
 
     def note_read(self, num_bytes: int) -> None:
-        """The other host has taken so many bytes."""
+        """Record that the other host has read this many bytes."""
         self._num_under_way -= num_bytes
 
     def get_write_buffer_size(self) -> int:

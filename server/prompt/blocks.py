@@ -45,13 +45,12 @@ _OMITTED = "omitted."
 
 
 def sign_thinking(text: str, *, is_omitted: bool) -> str:
-    """The signature of a thinking block. Clients require one; it means something where it holds a text that the block
-    omits."""
+    """Return the signature of a thinking block. Clients require one; it contains a text if the block omits that."""
     return _OMITTED + encrypt_text(text) if is_omitted else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_thinking(block: Block, param: str) -> str:
-    """Empty if another server wrote a block without text."""
+    """Return "" if another server wrote a block without text."""
     text = read_string(block, "thinking", param)
     signature = block.get("signature")
     if text or not isinstance(signature, str) or not signature.startswith(_OMITTED):
@@ -70,7 +69,7 @@ class BlockMessage(Protocol):
 def translate_messages(
     system: str | list[Block] | None, messages: Sequence[BlockMessage]
 ) -> tuple[list[Message], list[str]]:
-    """Messages with roles system, user, assistant and tool, and the places of blocks that are skipped. Raises
+    """Return messages with roles system, user, assistant and tool, and the places of skipped blocks. Raises
     InvalidRequest, Unsupported."""
     translator = _BlockTranslator()
     if text := _read_system(system):
@@ -101,7 +100,7 @@ class _BlockTranslator:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.skipped: list[str] = []
-        self._names: dict[str, str] = {}  # tools called, by the id of the call
+        self._names: dict[str, str] = {}  # called tools, by the id of the call
 
     def add(self, message: BlockMessage, param: str) -> None:
         if isinstance(message.content, str):
@@ -114,7 +113,7 @@ class _BlockTranslator:
             self.messages.append({"role": "system", "content": _join_text(message.content, param, self.skipped)})
 
     def _add_reply(self, blocks: list[Block], param: str) -> None:
-        """An earlier turn of the assistant."""
+        """Add an earlier turn of the assistant."""
         texts: list[str] = []
         reasoning: list[str] = []
         calls: list[Message] = []
@@ -126,9 +125,9 @@ class _BlockTranslator:
                 case "thinking":
                     reasoning.append(_read_thinking(block, place))
                 case "redacted_thinking":
-                    pass  # nobody but its author can read it
+                    pass  # only its author can read it
                 case "compaction" if block.get("content") is not None:
-                    texts.append(read_string(block, "content", place))  # the summary of what was before
+                    texts.append(read_string(block, "content", place))  # the summary of the earlier conversation
                 case "compaction":
                     self.skipped.append(place)
                 case "tool_use":
@@ -154,7 +153,7 @@ class _BlockTranslator:
         return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
     def _add_input(self, blocks: list[Block], param: str) -> None:
-        """What the user says and what tools returned, in order; adjacent texts become one message."""
+        """Add user messages and tool results in order; adjacent texts become one message."""
         texts: list[str] = []
         has_results = False
         for number, block in enumerate(blocks):
@@ -191,7 +190,7 @@ class _BlockTranslator:
 
 
 def _mark_error(text: str) -> str:
-    """The text of a failed call. Chat templates have no other place that says so."""
+    """Return the text of a failed call. Chat templates have no other place for the failure."""
     if text.lower().startswith(("error", "<tool_use_error>")):
         return text
     return f"Error: {text}" if text else "Error"
@@ -202,7 +201,7 @@ def _join_text(content: object, param: str, skipped: list[str] | None = None) ->
 
 
 def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) -> list[str]:
-    """skipped: takes the places of references to tools, which Anthropic's servers turn into definitions, of other
+    """skipped: receives the places of references to tools, which Anthropic's servers turn into definitions, of other
     blocks that only these servers read, and of citations of documents; None: they are not allowed here."""
     if not isinstance(blocks, list):
         raise InvalidRequest(f"{param} must be a string or a list of blocks", param)
@@ -223,7 +222,7 @@ def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) ->
 
 
 def _read_document(block: Block, param: str, skipped: list[str]) -> str:
-    """skipped: takes the place of citations, which the model does not give."""
+    """skipped: receives the place of citations, which the model does not produce."""
     if asks_for_citations(block):
         skipped.append(f"{param}.citations")
     return read_document(block, param, _join_text)

@@ -1,5 +1,5 @@
-"""The prompts of typed questions. The model is asked for the label of an option, a single token: its probabilities at
-this one position are the answer."""
+"""The prompts of typed questions. The model is asked for the label of an option, which is a single token: its
+probabilities at this position are the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Option(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A predicate's options are true and false, a score's its levels."""
+    """The options of a predicate are true and false, those of a score its levels."""
 
     type: Literal["predicate", "choice", "score"]
     name: str | None
@@ -33,7 +33,7 @@ class Question(msgspec.Struct, frozen=True):
     options: list[Option]
 
     def write(self) -> str:
-        """The question as the model reads it."""
+        """Write the question as the model reads it."""
         lines = []
         for label, option in zip(LABELS, self.options, strict=False):
             value = str(option.value).lower() if isinstance(option.value, bool) else option.value
@@ -43,7 +43,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def prepare_questions(messages: Sequence[Message], questions: Sequence[Question], context: Context) -> TextRequest:
-    """One prompt for each question, of which the log-probabilities of the labels are wanted. Raises InvalidRequest,
+    """Prepare one prompt per question, requesting the log-probabilities of the labels. Raises InvalidRequest,
     Unsupported."""
     model = context.model
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
@@ -70,7 +70,7 @@ def prepare_questions(messages: Sequence[Message], questions: Sequence[Question]
 
 
 def _append(messages: Sequence[Message], text: str) -> list[Message]:
-    """Templates may demand that roles alternate."""
+    """Append the question. Templates may require roles to alternate."""
     *before, last = messages
     if last["role"] == "user":
         return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]

@@ -13,7 +13,7 @@ DOCUMENT_KINDS = frozenset({"document", "search_result"})
 
 
 def read_document(block: Block, param: str, join_text: Callable[[object, str], str]) -> str:
-    """What precedes the text, such as the title, and the text, as lines. join_text: reads blocks of text. Raises
+    """Return what precedes the text, such as the title, and the text, as lines. join_text: reads blocks of text. Raises
     InvalidRequest, Unsupported."""
     is_document = block["type"] == "document"
     heads = [

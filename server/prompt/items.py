@@ -57,7 +57,7 @@ _HOSTED_ITEMS = frozenset(
 
 
 class ToolItem(msgspec.Struct, frozen=True):
-    """How a reply names a tool that is called."""
+    """How a reply names a called tool."""
 
     name: str
     namespace: str | None = None
@@ -65,7 +65,7 @@ class ToolItem(msgspec.Struct, frozen=True):
 
 
 def join_name(namespace: str | None, name: str) -> str:
-    """The name under which the model sees a tool of a namespace."""
+    """Return the name under which the model sees a tool of a namespace."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -77,7 +77,7 @@ class StoredItem(msgspec.Struct):
 
 
 def read_kind(item: Item) -> str | None:
-    """The type, which messages and references to stored items may lack. None if it is not a text."""
+    """Return the type, which messages and references to stored items may lack. None if it is not a string."""
     kind = item.get("type")
     if kind is None:
         return "item_reference" if "id" in item and not item.keys() & {"role", "content"} else "message"
@@ -87,10 +87,11 @@ def read_kind(item: Item) -> str | None:
 def translate_items(
     instructions: str | None, items: str | Sequence[Item], history: Sequence[Item] = ()
 ) -> tuple[list[Message], list[str]]:
-    """Messages with roles system, user, assistant and tool, and the places of items that are skipped. Raises
+    """Return messages with roles system, user, assistant and tool, and the places of skipped items. Raises
     InvalidRequest, Unsupported.
 
-    history: the stored items of the conversation that `items` continue."""
+    history: the stored items of the conversation that `items` continue.
+    """
     translator = _ItemTranslator()
     if instructions:
         translator.add_system(instructions)
@@ -106,8 +107,8 @@ def translate_items(
 
 
 def describe_items(items: str | Sequence[Item], response_id: str) -> list[StoredItem]:
-    """The items of a request as they are stored: each with an id and all fields, messages with parts. Call it after
-    `translate_items`, which checks them. response_id: without prefix; new ids contain it."""
+    """Describe the items of a request as they are stored: each with an id and all fields, messages with parts. Call it
+    after `translate_items`, which checks them. response_id: without prefix; new ids contain it."""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     described = []
@@ -132,14 +133,14 @@ def _complete_part(part: Item) -> Item:
 
 
 def keep_messages(history: Sequence[Item], items: str | Sequence[Item]) -> list[dict[str, object]]:
-    """The messages of a conversation that are not the assistant's, which stay beside a summary."""
+    """Return the messages of a conversation that are not the assistant's, which stay next to a summary."""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     return [dict(item) for item in (*history, *items) if _is_kept(item)]
 
 
 def drop_compacted(items: list[dict[str, object]]) -> list[dict[str, object]]:
-    """A conversation without the items that its last summary stands for."""
+    """Return a conversation without the items that its last summary replaces."""
     summaries = [index for index, item in enumerate(items) if _read_summary(item)]
     if not summaries:
         return items
@@ -151,7 +152,7 @@ def _is_kept(item: Item) -> bool:
 
 
 def _read_summary(item: Item) -> str | None:
-    """The text of a compaction item that this server wrote."""
+    """Return the text of a compaction item written by this server."""
     encrypted = item.get("encrypted_content")
     if read_kind(item) not in _COMPACTIONS or not isinstance(encrypted, str):
         return None
@@ -159,12 +160,12 @@ def _read_summary(item: Item) -> str | None:
 
 
 def encrypt_text(text: str) -> str:
-    """Reasoning or a summary as a client sends it back without reading it: the text is no secret here."""
+    """Encode reasoning or a summary that a client sends back without reading it: the text is not secret here."""
     return base64.b64encode(text.encode()).decode()
 
 
 def decrypt_text(text: str) -> str | None:
-    """What `encrypt_text` made; None of another text."""
+    """Decode what `encrypt_text` returned; None for any other text."""
     try:
         return base64.b64decode(text, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -177,8 +178,8 @@ class _ItemTranslator:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.skipped: list[str] = []
-        self._names: dict[str, str] = {}  # tools called, by the id of the call
-        self._cut_ids: set[str] = set()  # ids of calls that were cut
+        self._names: dict[str, str] = {}  # called tools, by the id of the call
+        self._cut_ids: set[str] = set()  # ids of truncated calls
 
     def add(self, item: Item, param: str) -> None:
         match read_kind(item):
@@ -187,7 +188,7 @@ class _ItemTranslator:
             case "message":
                 self._add_message(item, param)
             case "function_call" if _is_cut(item):
-                # Arguments that were cut are no JSON, so that no template could show them.
+                # Truncated arguments are not JSON, so no template could show them.
                 self._cut_ids.add(read_string(item, "call_id", param))
                 self.skipped.append(param)
             case "function_call":
@@ -216,7 +217,7 @@ class _ItemTranslator:
                 raise Unsupported(f"{param}: items of type {kind!r} are not supported", f"{param}.type")
 
     def add_system(self, text: str) -> None:
-        """Templates take one system message at the beginning."""
+        """Add to the system message. Templates accept one, at the beginning."""
         if len(self.messages) == 1 and self.messages[0]["role"] == "system":
             text = f"{self.messages.pop()['content']}\n\n{text}"
         self.messages.append({"role": "system", "content": text})
@@ -265,7 +266,7 @@ class _ItemTranslator:
 
 
 def _is_cut(item: Item) -> bool:
-    """Whether a call's arguments were cut. A client that makes items of its own may omit their status."""
+    """Whether a call's arguments were truncated. A client that creates its own items may omit their status."""
     status = item.get("status")
     if status not in (None, "in_progress"):
         return status == "incomplete"
@@ -274,7 +275,7 @@ def _is_cut(item: Item) -> bool:
 
 
 def _read_reasoning(item: Item, param: str) -> tuple[str, bool]:
-    """The text, which may be a summary, and whether another server encrypted the whole, as in a conversation that began
+    """Return the text, which may be a summary, and whether another server encrypted it, as in a conversation that began
     there."""
     text = _join_texts(item, "content", param)
     encrypted = item.get("encrypted_content")
@@ -294,7 +295,7 @@ def _join_texts(item: Item, name: str, param: str) -> str:
 
 
 def read_text_parts(content: object, param: str) -> str:
-    """A text, or the lines that parts of texts are. Raises InvalidRequest, Unsupported."""
+    """Return a text, or parts of texts joined as lines. Raises InvalidRequest, Unsupported."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -39,7 +39,7 @@ SERVED = {
 
 
 class Pool(msgspec.Struct, kw_only=True):
-    """A valid request for vectors, and how the reply is made from them."""
+    """A valid request for vectors, and how to build the reply from them."""
 
     request: TextRequest
     model: str  # name for the reply
@@ -49,11 +49,11 @@ class Pool(msgspec.Struct, kw_only=True):
     is_scaled: bool = False  # scale embeddings to length 1
     activate: bool = True  # logits become probabilities
     token_vector_size: int = 0  # numbers of the vector of each token; 0: each text has one vector
-    pairs: list[tuple[int, int]] = []  # indices of the prompts whose embeddings are compared; empty: of a cross-encoder
-    documents: list[str] | None = None  # to be repeated in the reply
+    pairs: list[tuple[int, int]] = []  # indices of the prompts whose embeddings are compared; empty for a cross-encoder
+    documents: list[str] | None = None  # repeated in the reply
     top_n: int = 0  # 0: all
     request_id: str = ""  # for the response's id
-    ignored_fields: list[str] = []  # parts of the body that had no effect
+    ignored_fields: list[str] = []  # parts of the body without effect
 
 
 def embed(content: bytes, context: Context) -> Pool:
@@ -143,8 +143,8 @@ def rerank(content: bytes, context: Context) -> Pool:
 
 class _EncodedPairs(NamedTuple):
     prompts: list[Encoded]
-    places: list[str]  # one per prompt, as errors name it
-    pairs: list[tuple[int, int]]  # as `Pool.pairs`
+    places: list[str]  # one per prompt, for errors
+    pairs: list[tuple[int, int]]  # like `Pool.pairs`
 
 
 def _encode_scores(body: ScoreRequest | RerankRequest, context: Context) -> _EncodedPairs:
@@ -169,7 +169,7 @@ def _encode_scores(body: ScoreRequest | RerankRequest, context: Context) -> _Enc
 
 
 def _parse(kind: type[PooledBody], content: bytes, context: Context) -> tuple[PooledBody, list[str]]:
-    """The body, and the names of its fields without effect. Raises InvalidRequest, TooLarge."""
+    """Return the body, and the names of its fields without effect. Raises InvalidRequest, TooLarge."""
     body, ignored = parse_openai_body(kind, content, context)
     return body, ignored + body.ineffective_fields
 
@@ -181,7 +181,7 @@ class _Texts:
         self._context = context
         self._side: Side = body.cut_side
         is_rendered = isinstance(body, InputBody) and body.messages is not None
-        adds_by_default = not is_rendered  # a template writes them itself
+        adds_by_default = not is_rendered  # a template adds them itself
         self._adds_special_tokens = adds_by_default if body.add_special_tokens is None else body.add_special_tokens
         self._is_cut = body.max_tokens_per_text is not None
         longest = context.facts.max_model_len
@@ -191,7 +191,7 @@ class _Texts:
         self._prompt = context.model.vectors.prompt if takes_prompt else ""
 
     def encode_all(self, inputs: Sequence[tuple[str, str | list[int]]] | Sequence[NamedText]) -> list[Encoded]:
-        """inputs: (place, text or ids). The place is what errors name."""
+        """inputs: (place, text or ids). Errors name the place."""
         texts = [(place, self._prompt + text) for place, text in inputs if isinstance(text, str)]
         for place, text in texts:
             self._check_length(text, place)
@@ -211,7 +211,7 @@ class _Texts:
         return [(ids, None) for ids in prompts]
 
     def cut_all(self, texts: Sequence[NamedText], max_tokens: int | None) -> list[NamedText]:
-        """The beginning of each text that has at most this many tokens."""
+        """Return the beginning of each text with at most this many tokens."""
         if max_tokens is None:
             return list(texts)
         different = list(dict.fromkeys(texts))
@@ -238,7 +238,7 @@ class _Texts:
 
     @property
     def _most_tokens(self) -> int:
-        """Of a text, special tokens included; longer ones are cut."""
+        """Return the maximum tokens of a text, special tokens included; longer texts are cut."""
         return self._max_tokens if self._is_cut else UNLIMITED
 
     def _check_length(self, text: str, place: str) -> None:
@@ -344,7 +344,7 @@ def _prepare_inputs(body: InputBody, context: Context) -> TextRequest:
 
 
 def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: Context, places: Sequence[str]) -> TextRequest:
-    """places: of each prompt, as errors name it."""
+    """places: of each prompt, for errors."""
     starts = [start for _, start in encoded]
     request = prepare_pooling(
         [ids for ids, _ in encoded],

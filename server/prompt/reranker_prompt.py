@@ -22,8 +22,8 @@ def encode_reranker_prompts(
     max_tokens: int,
     side: Side,
 ) -> list[list[int]]:
-    """Ids of the whole prompt of each query and document. Only the part with the texts is cut on this side, to at most
-    `max_tokens` in all."""
+    """Return the ids of the whole prompt of each query and document. Only the part with the texts is cut on this side,
+    to a total of `max_tokens`."""
     prefix = tokenizer.encode(PREFIX, add_special_tokens=False)
     suffix = tokenizer.encode(SUFFIX, add_special_tokens=False)
     texts = [

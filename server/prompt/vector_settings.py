@@ -28,7 +28,7 @@ class VectorSettings:
     has_token_classes: bool  # the classes are tokens of the vocabulary; the last one is the score
 
     def find_label(self, probabilities: Sequence[float]) -> str:
-        """The name of the most likely class."""
+        """Return the name of the most likely class."""
         best = max(range(len(probabilities)), key=probabilities.__getitem__)
         return self.labels[best] if best < len(self.labels) else f"LABEL_{best}"
 
@@ -71,7 +71,8 @@ def _read_labels(config: dict[str, object]) -> tuple[str, ...]:
 
 
 def _find_activation(config: dict[str, object], num_labels: int) -> Activation:
-    """As a cross-encoder's config.json names it, else by the kind of problem, else by the number of classes."""
+    """Return the activation named in a cross-encoder's config.json, else that for the kind of problem or the number of
+    classes."""
     section = config.get("sentence_transformers")
     named = section.get("activation_fn") if isinstance(section, dict) else None
     named = named or config.get("sbert_ce_default_activation_function")

@@ -26,7 +26,7 @@ class MessageBuilder:
         (delta,) = deltas
         calls = iter(delta.collect_calls())
         blocks: list[Json] = []
-        texts: list[str] = []  # the last block's
+        texts: list[str] = []  # of the last block
         for piece in delta.ordered_pieces:
             match piece:
                 case ContentPiece() | ReasoningPiece():
@@ -52,7 +52,7 @@ class MessageBuilder:
         return encode_json(body)
 
     def describe(self, counts: TokenCounts) -> Json:
-        """The message before it has content."""
+        """Describe the message before it has content."""
         return {
             "id": self._meta.id.replace("-", "_"),
             "type": "message",
@@ -77,7 +77,7 @@ class MessageEncoder:
         self._has_started = False
         self._num_blocks = 0
         self._open: str | None = None  # type of the open block
-        self._thoughts: list[str] = []  # the open block's
+        self._thoughts: list[str] = []  # of the open block
         self._end: Json | None = None
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
@@ -160,7 +160,7 @@ class MessageEncoder:
 
 
 def describe_end(delta: Delta) -> Json:
-    """How the message ended. Raises GenerationFailed where it was aborted."""
+    """Describe how the message ended. Raises GenerationFailed if it was aborted."""
     if delta.finish_reason is FinishReason.ABORT:
         raise GenerationFailed("the generation was aborted")
     stop_sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
@@ -184,7 +184,7 @@ def build_message_usage(counts: TokenCounts) -> Json:
 
 
 def _parse_arguments(text: str) -> object:
-    """Of arguments that were cut, what is complete."""
+    """Parse the complete part of truncated arguments."""
     try:
         found = from_json(text, allow_partial=True)
     except ValueError:

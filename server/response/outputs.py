@@ -1,4 +1,4 @@
-"""What the methods of `LLM` return."""
+"""The results of `LLM`'s methods."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ VectorOutput = TypeVar("VectorOutput", EmbeddingOutput, ClassificationOutput, Sc
 
 @dataclass(frozen=True)
 class PoolingRequestOutput(Generic[VectorOutput]):
-    """What one text, or one pair of texts, came to."""
+    """The result for one text, or one pair of texts."""
 
     request_id: str
-    prompt_token_ids: list[int]  # those of both texts if two embeddings were compared
+    prompt_token_ids: list[int]  # the ids of both texts if two embeddings were compared
     outputs: VectorOutput
     finished: bool = True
 
@@ -100,7 +100,7 @@ def build_completion(delta: Delta, request: TextRequest, tokenizer: Tokenizer) -
 
 
 def build_token_logprobs(token_id: int, entry: TokenLogprobs, count: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The token itself, the `count` most likely ones and those asked for, whose rank is not known, by id."""
+    """Return the token itself, the `count` most likely ones and the requested ones, whose rank is unknown, by id."""
     logprobs = {token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))}
     for rank, (other, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
         logprobs.setdefault(other, Logprob(logprob, rank if rank <= count else None, tokenizer.token_text(other)))

@@ -19,24 +19,24 @@ from serve_llm.server.response.sse import PING, PING_SECONDS, START_SECONDS
 
 
 class ReplyItems:
-    """The output items of one response, which grow by pieces. `add` and `close` return the events."""
+    """The output items of one response, which grow piece by piece. `add` and `close` return the events."""
 
     def __init__(
         self, response_id: str, tools: dict[str, ToolItem], encrypts_reasoning: bool, is_compaction: bool = False
     ) -> None:
-        """tools: by the name that the model calls. is_compaction: the content is a summary."""
+        """tools: by the name that the model uses. is_compaction: the content is a summary."""
         self.items: list[Json] = []
         self._response_id = response_id
         self._tools = tools
         self._encrypts_reasoning = encrypts_reasoning
         self._is_compaction = is_compaction
-        self._is_open = False  # whether the last item is
-        self._texts: list[str] = []  # the open item's
-        self._custom_input = CustomInputReader()  # reads the open item, if it is a custom tool's call
+        self._is_open = False  # whether the last item is open
+        self._texts: list[str] = []  # of the open item
+        self._custom_input = CustomInputReader()  # reads the open item if it is a custom tool's call
         self._logprobs: list[Json] = []
 
     def add(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
-        """logprobs: those of the tokens of content."""
+        """logprobs: of the tokens of content."""
         match piece:
             case ContentPiece() if self._is_compaction:
                 events = self._continue_item("compaction")
@@ -109,7 +109,7 @@ class ReplyItems:
         return self._open({"id": "fc", "type": "function_call", **item, "arguments": ""})
 
     def _open(self, item: Json) -> list[Json]:
-        """item: with the prefix of its id as id."""
+        """item: its id has the item's prefix."""
         item["id"] = f"{item['id']}_{self._response_id}_{len(self.items)}"
         self.items.append(item)
         self._is_open = True
@@ -143,7 +143,7 @@ class ReplyItems:
         return {"type": event, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
     def _locate(self, event: str, content: Json, part: bool = True) -> Json:
-        """An event about the last item. part: it is about its one part."""
+        """Build an event about the last item. part: whether it is about the item's part."""
         place: Json = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
         if part:
             place["content_index"] = 0
@@ -163,8 +163,8 @@ class ResponsesBuilder:
         texts: TokenTexts,
         is_compaction: bool = False,
     ) -> None:
-        """echo: fields of the reply that repeat the request. num_logprobs: most likely tokens beside each token, where
-        the deltas have log-probabilities. is_compaction: the content is a summary of the conversation."""
+        """echo: fields of the reply that repeat the request. num_logprobs: number of most likely tokens next to each
+        token, if the deltas have log-probabilities. is_compaction: the content is a summary of the conversation."""
         response_id = meta.id.rpartition("-")[2]
         self.items = ReplyItems(response_id, tools, encrypts_reasoning, is_compaction)
         self.id = f"resp_{response_id}"
@@ -184,7 +184,7 @@ class ResponsesBuilder:
         return encode_json(self.describe(status, counts))
 
     def add(self, delta: Delta) -> list[Json]:
-        """The events for what the delta adds to the items."""
+        """Return the events for what the delta adds to the items."""
         events: list[Json] = []
         for piece in delta.ordered_pieces:
             begin = self._position
@@ -196,7 +196,7 @@ class ResponsesBuilder:
         return events
 
     def describe(self, status: str, counts: TokenCounts | None = None, error: RequestError | None = None) -> Json:
-        """The response. counts: None while it is in progress."""
+        """Describe the response. counts: None while it is in progress."""
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response: Json = {
             "id": self.id,
@@ -253,7 +253,8 @@ class ResponsesEncoder:
         return self._write([*events, {"type": "response.failed", "response": response}])
 
     def encode_cancelled(self, rest: list[Delta], counts: TokenCounts) -> bytes:
-        """The end of a response that was ended from outside. rest: what was generated and not encoded before."""
+        """Encode the end of a response that was ended from outside. rest: output that was generated but not encoded
+        yet."""
         events = self._start()
         for delta in rest:
             events += self._builder.add(delta)
@@ -262,7 +263,7 @@ class ResponsesEncoder:
         return self._write([*events, {"type": "response.cancelled", "response": response}])
 
     def encode_queued(self) -> bytes:
-        """The first events of a background response."""
+        """Encode the first events of a background response."""
         response = self._builder.describe("queued")
         return self._write([{"type": f"response.{name}", "response": response} for name in ("created", "queued")])
 
@@ -284,7 +285,7 @@ class ResponsesEncoder:
 
 
 def name_status(delta: Delta) -> str:
-    """How the response ended. Raises GenerationFailed where it was aborted."""
+    """Return how the response ended. Raises GenerationFailed if it was aborted."""
     if delta.finish_reason is FinishReason.ABORT:
         raise GenerationFailed("the generation was aborted")
     return "incomplete" if delta.finish_reason is FinishReason.LENGTH else "completed"

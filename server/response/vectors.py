@@ -95,7 +95,7 @@ def build_ranking(
 
 
 def compute_scores(pool: Pool, vectors: Sequence[bytes], settings: VectorSettings) -> list[float]:
-    """One per pair of texts: the cosine of two embeddings, or what a cross-encoder says."""
+    """Return one score per pair of texts: the cosine of two embeddings, or a cross-encoder's output."""
     if pool.pairs:
         read = [read_vector(vector) for vector in vectors]
         return [_compute_cosine(read[one], read[other]) for one, other in pool.pairs]
@@ -104,7 +104,7 @@ def compute_scores(pool: Pool, vectors: Sequence[bytes], settings: VectorSetting
 
 
 def compute_probabilities(vector: bytes, activation: Activation) -> list[float]:
-    """What the logits of a classifier become."""
+    """Convert the logits of a classifier to probabilities."""
     logits = read_vector(vector)
     match activation:
         case "none":
@@ -119,14 +119,15 @@ def compute_probabilities(vector: bytes, activation: Activation) -> list[float]:
 
 
 def read_vector(vector: bytes) -> array[float]:
-    """float32 numbers."""
+    """Decode float32 numbers."""
     numbers = array("f")
     numbers.frombytes(vector)
     return numbers
 
 
 def cut_vector(vector: bytes, dimensions: int | None, *, is_scaled: bool = False) -> array[float]:
-    """The first numbers of an embedding, scaled to length 1; without `dimensions` all, and scaled if `is_scaled`."""
+    """Return the first numbers of an embedding, scaled to length 1; without `dimensions` all of them, scaled if
+    `is_scaled`."""
     numbers = read_vector(vector)
     if not is_scaled and (dimensions is None or dimensions == len(numbers)):
         return numbers
@@ -138,11 +139,11 @@ def cut_vector(vector: bytes, dimensions: int | None, *, is_scaled: bool = False
 def _compute_cosine(one: Vector, other: Vector) -> float:
     lengths = math.hypot(*one) * math.hypot(*other)
     cosine = math.fsum(map(float.__mul__, one, other)) / (lengths or 1.0)
-    return max(-1.0, min(cosine, 1.0))  # rounding may take it outside
+    return max(-1.0, min(cosine, 1.0))  # rounding may exceed the range
 
 
 def pack_signs(numbers: Vector) -> list[int]:
-    """Bytes of 8 bits, the first number's the highest: 1 for a positive number."""
+    """Pack 8 signs per byte, the first number in the highest bit: 1 for a positive number."""
     bits = [number > 0 for number in numbers]
     bits += [False] * (-len(bits) % 8)
     return [
@@ -154,7 +155,7 @@ def _encode_base64(numbers: array[float]) -> str:
     return base64.b64encode(numbers.tobytes()).decode()
 
 
-# How numbers stand in Cohere's reply.
+# How Cohere's reply writes numbers.
 _FORMS: dict[str, Callable[[array[float]], object]] = {
     "float": array.tolist,
     "base64": _encode_base64,
@@ -169,7 +170,7 @@ def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:
 
 
 def _list_token_vectors(vectors: Sequence[bytes], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:
-    """vectors: those of all tokens of each text."""
+    """vectors: of all tokens of each text."""
     yield _begin_list(pool, meta)
     row_bytes = 4 * pool.token_vector_size
     for index, vector in enumerate(vectors):
@@ -190,7 +191,7 @@ def _encode_rows(rows: Iterable[array[float]]) -> Iterator[bytes]:
 
 
 def _encode_rows_as_base64(rows: Iterable[array[float]]) -> Iterator[bytes]:
-    """One text of all rows."""
+    """Encode one text of all rows."""
     yield b'"'
     rest = b""
     for row in rows:

@@ -1,4 +1,4 @@
-"""Responses that go on without their client, and how responses are stored when they end."""
+"""Responses that continue without their client, and how responses are stored when they end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_llm.server.storage.responses import NewResponse, ResponseOutcome, Res
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSTORED = 100  # ends of responses that are kept in memory because they could not be stored
+MAX_UNSTORED = 100  # maximum number of responses whose end is kept in memory because it could not be stored
 
 _EVENT_END = b"\n\n"
 _TOO_LARGE = {
@@ -29,18 +29,18 @@ _TOO_LARGE = {
 
 
 def build_outcome(response: Json, events: bytes | None = None) -> ResponseOutcome:
-    """A response, as `ResponsesBuilder.describe` returns it, in the form that is stored."""
+    """Return a response from `ResponsesBuilder.describe` in the form that is stored."""
     items = [StoredItem(item["id"], encode_json(item)) for item in response["output"]]
     return ResponseOutcome(response["status"], encode_json(response), items, events)
 
 
 def split_events(events: bytes) -> list[bytes]:
-    """The events of a part of a stream. The number of an event is its place in the whole stream."""
+    """Split a part of a stream into events. The number of an event is its position in the whole stream."""
     return [event + _EVENT_END for event in events.split(_EVENT_END) if event]
 
 
 def replace_end(events: bytes, response: Json) -> bytes:
-    """The last events of a stream, the very last of which is about another response than it was."""
+    """Replace the last events of a stream, the very last of which contains an outdated response."""
     *before, last = split_events(events)
     number = json.loads(last.partition(b"data: ")[2])["sequence_number"]
     kind = f"response.{response['status']}"
@@ -63,10 +63,10 @@ class BackgroundResponse:
         self._events: list[bytes] = []
         self._has_ended = False
         self._changed = asyncio.Event()
-        self.unstored: ResponseOutcome | None = None  # its end, if that could not be stored
+        self.unstored: ResponseOutcome | None = None  # its end, if it could not be stored
 
     async def run(self, entered: ExitStack) -> None:
-        """entered: leaves the generation, which has been entered."""
+        """entered: exits the generation, which has been entered."""
         try:
             with entered:
                 last = await self._generate()
@@ -88,7 +88,7 @@ class BackgroundResponse:
         self._generation.close()
 
     async def follow(self, first: int) -> AsyncIterator[bytes]:
-        """The events from this number on, with pings in pauses. The last one comes when the end is stored."""
+        """Yield the events from this number on, with pings during pauses. The last one comes when the end is stored."""
         while True:
             while first < len(self._events):
                 yield self._events[first]
@@ -122,7 +122,7 @@ class BackgroundResponse:
             return self._encoder.encode_error(GenerationFailed("internal error; the server's log says more"))
 
     async def _save(self, outcome: ResponseOutcome) -> Json | None:
-        """Store the outcome. Returns the error of the response if that fails."""
+        """Store the outcome. Returns the response's error if that fails."""
         try:
             is_stored = await self._store.update(self._builder.id, outcome)
         except StoreError as error:
@@ -137,12 +137,12 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """All that are being generated."""
+    """All responses that are being generated."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._running: dict[str, tuple[BackgroundResponse, asyncio.Task[None]]] = {}
-        self._unstored: OrderedDict[str, ResponseOutcome] = OrderedDict()  # by response id, the latest last
+        self._unstored: OrderedDict[str, ResponseOutcome] = OrderedDict()  # by response id, most recent last
 
     async def start(
         self, new: NewResponse, builder: ResponsesBuilder, generation: Generation, *, keeps_events: bool
@@ -167,7 +167,8 @@ class BackgroundResponses:
                 self._unstored.popitem(last=False)
 
     async def get(self, response_id: str, owner: str) -> StoredResponse:
-        """As `ResponseStore.get`, but with the end of a response that could not be stored. Raises ObjectNotFound."""
+        """Like `ResponseStore.get`, but includes the end of a response that could not be stored. Raises
+        ObjectNotFound."""
         stored = await self._store.get(response_id, owner)
         outcome = self._unstored.get(response_id)
         if outcome is None:
@@ -175,12 +176,12 @@ class BackgroundResponses:
         return stored._replace(status=outcome.status, content=outcome.content)
 
     def find(self, response_id: str) -> BackgroundResponse | None:
-        """None if it has ended."""
+        """Return None if it has ended."""
         running = self._running.get(response_id)
         return None if running is None else running[0]
 
     async def cancel(self, response_id: str) -> None:
-        """Returns when its end is stored. Does nothing if it has ended."""
+        """Cancel the response. Returns when its end is stored. Does nothing if it has ended."""
         running = self._running.get(response_id)
         if running is not None:
             response, task = running

@@ -1,4 +1,4 @@
-"""An SQLite database that one thread uses, so that the event loop never waits for a disk."""
+"""An SQLite database used by a single thread, so that the event loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 Connection = sqlite3.Connection
 
 MEMORY = ":memory:"
-APPLICATION_ID = 0x5E12E11  # marks the files of this program
-VERSION = 1  # the schema's
+APPLICATION_ID = 0x5E12E11  # identifies files of this program
+VERSION = 1  # version of the schema
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Database:
-    """Opened by one server at a time. What was committed survives kill -9, but not always a loss of power."""
+    """Can be opened by one server at a time. Committed data survives kill -9, but not always a loss of power."""
 
     def __init__(self, path: str | Path, schema: str, option: str) -> None:
-        """path: a file, or MEMORY. schema: statements that create the tables where they are missing. Raises
-        OptionError, which names `option`."""
+        """path: a file, or MEMORY. schema: statements that create missing tables. Raises OptionError, which names
+        `option`."""
         where = f"--{option} {path}"
         self._option = option
         try:
@@ -57,18 +57,18 @@ class Database:
             raise describe_failure(f"the store of --{self._option}", error) from None
 
     def run_here(self, work: Callable[[Connection], T]) -> T:
-        """The same in the caller's thread, before the database is in use."""
+        """Run `work` in the caller's thread, before the database is in use."""
         with self._connection:
             return work(self._connection)
 
     def close(self) -> None:
-        """Finish what was begun. Idempotent."""
+        """Finish pending work. Idempotent."""
         self._thread.shutdown(wait=True)
         self._connection.close()
 
 
 def describe_failure(store: str, error: sqlite3.Error | OSError) -> StoreError:
-    """The message for clients. Paths stay in the server's log."""
+    """Return the message for clients. Paths stay in the server's log."""
     if isinstance(error, OSError):
         is_full = error.errno in _NO_SPACE
         reason = error.strerror or type(error).__name__

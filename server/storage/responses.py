@@ -1,7 +1,7 @@
 """The responses that `--responses-store` keeps, with the items of their input and output, in SQLite.
 
 The oldest responses are deleted when there are too many, they take too many bytes, or they are too old. A response
-belongs to the API key that asked for it; for other keys it does not exist.
+belongs to the API key that requested it; other keys cannot see it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StoredResponse(NamedTuple):
     status: str
     is_background: bool
     content: bytes
-    events: bytes | None  # those of its stream; None: they are not kept
+    events: bytes | None  # events of its stream; None: they are not kept
 
 
 class NewResponse(NamedTuple):
@@ -86,7 +86,7 @@ class ItemPage(NamedTuple):
 
 
 class ResponseStore:
-    """Every method that is given an owner sees the responses of that owner only. Methods raise StoreError."""
+    """Methods with an owner see only that owner's responses. Methods raise StoreError."""
 
     def __init__(self, path: str, limits: Limits) -> None:
         """path: a file, or `database.MEMORY`. Raises OptionError."""
@@ -201,12 +201,12 @@ class ResponseStore:
         return found
 
     async def load_history(self, response_id: str, owner: str, limits: Limits) -> list[bytes]:
-        """The items of the conversation that ends with this response, in order. Raises ResponseNotFound,
+        """Load the items of the conversation that ends with this response, in order. Raises ResponseNotFound,
         InvalidRequest."""
         return await self._database.run(lambda connection: self._load_history(connection, response_id, owner, limits))
 
     async def find_items(self, item_ids: Sequence[str], owner: str) -> dict[str, bytes]:
-        """The JSON of the items that are stored, by id."""
+        """Return the JSON of stored items, by id."""
 
         def find(connection: Connection) -> dict[str, bytes]:
             found = {}
@@ -268,7 +268,7 @@ class ResponseStore:
         return now - self._limits.stored_response_seconds
 
     def _evict(self, connection: Connection, now: float) -> None:
-        """Delete the oldest responses until the rest is within the limits."""
+        """Delete the oldest responses until the others are within the limits."""
         expired = connection.execute("DELETE FROM responses WHERE created <= ?", (self._compute_horizon(now),))
         self.usage.num_evicted += expired.rowcount
         limits = self._limits
@@ -286,7 +286,7 @@ class ResponseStore:
         self.usage.num_bytes = size
 
     def _measure(self, connection: Connection) -> tuple[int, int]:
-        """The number of responses and their bytes, which `usage` has then."""
+        """Count the responses and their bytes, and store both in `usage`."""
         count, size = connection.execute("SELECT count(*), coalesce(sum(size), 0) FROM responses").fetchone()
         self.usage.num_responses = count
         self.usage.num_bytes = size

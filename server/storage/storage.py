@@ -11,7 +11,7 @@ from serve_llm.server.storage.responses import ResponseStore
 
 
 class Storage(NamedTuple):
-    """The stores that are in use. Call `close` at the end."""
+    """The stores in use. Call `close` at the end."""
 
     responses: ResponseStore | None  # None: responses are not stored
     batches: BatchStore | None  # None: neither files nor batches are stored
@@ -26,7 +26,7 @@ class Storage(NamedTuple):
         return cls(responses, batches)
 
     def close(self) -> None:
-        """Finish what is being written. Idempotent."""
+        """Finish pending writes. Idempotent."""
         if self.responses is not None:
             self.responses.close()
         if self.batches is not None:

@@ -19,11 +19,13 @@ from serve_llm.server.structured_output.pattern import narrow_whitespace, quote_
 from serve_llm.server.structured_output.size_errors import blame_largest
 from serve_llm.server.structured_output.special_tokens import split_special_tokens
 
-PROBE_STEPS = 16  # tokens for which a new grammar is tried, because llguidance compiles much of it only when needed
+PROBE_STEPS = 16  # tokens with which a new grammar is tried, because llguidance compiles much of it only when needed
 TOO_COMPLEX = "it is too complex"
 MAX_CPU_SECONDS = 0.5  # for compiling a grammar and trying it
-_LARK_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")  # line and column, in a text that the client of GBNF does not know
-# What the regular expressions in x-guidance may match.
+_LARK_PLACE = re.compile(
+    r"^(?:at )?\d+\(\d+\): "
+)  # line and column in a converted text that a GBNF client does not know
+# What regular expressions in x-guidance may match.
 _SPACE = r"[ \t\n\r]*"
 _SEPARATORS = {
     "whitespace_pattern": (_SPACE, "spaces, tabs and line breaks"),
@@ -36,7 +38,7 @@ class GrammarChecker:
     """Writes llguidance's grammars for the parts of one `StructuredOutputs`. All methods raise GrammarError."""
 
     def __init__(self, tokenizer: LLTokenizer, max_bytes: int, wanted: StructuredOutputs | None = None) -> None:
-        """max_bytes: of the longest grammar. wanted: says how JSON is written."""
+        """max_bytes: of the longest grammar. wanted: determines how JSON is written."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._closed = wanted is not None and wanted.disable_additional_properties
@@ -47,7 +49,7 @@ class GrammarChecker:
             self._whitespace = narrow_whitespace(self._whitespace)
 
     def check(self, grammar: str) -> str:
-        """The same grammar."""
+        """Check the grammar and return it."""
         self.check_size(grammar)
         if error := self._find_error(grammar):
             raise GrammarError(error)
@@ -58,7 +60,7 @@ class GrammarChecker:
             raise GrammarError(f"it is longer than {self._max_bytes} bytes")
 
     def check_whitespace(self) -> None:
-        """Raises WhitespaceError if texts of `whitespace_pattern` are no whitespace of JSON."""
+        """Raises WhitespaceError if `whitespace_pattern` matches texts that are not JSON whitespace."""
         pattern = self._whitespace
         if pattern is not None and pattern != json_schema.WHITESPACE and self._allows_other(pattern, _SPACE):
             raise WhitespaceError("it may match nothing but spaces, tabs and line breaks")
@@ -71,7 +73,7 @@ class GrammarChecker:
                 raise GrammarError(f"{name} may match nothing but {what}", keyword="x-guidance")
 
     def _allows_other(self, pattern: str, allowed: str) -> bool:
-        """Whether an expression matches texts that another does not. False if it is malformed."""
+        """Whether an expression matches texts that the other does not. False if it is malformed."""
         if not pattern:
             return allowed != _SPACE
         terminal = f"/{pattern.replace('/', chr(92) + '/')}/ & ~/{allowed}/"
@@ -79,7 +81,7 @@ class GrammarChecker:
         return not error or error.startswith(TOO_COMPLEX)
 
     def build_json(self, schema: object) -> str:
-        """The grammar of a JSON schema, which may be JSON text."""
+        """Build the grammar of a JSON schema, which may be JSON text."""
         if isinstance(schema, str):
             self.check_size(schema)
             schema = json_schema.parse_schema(schema)
@@ -97,7 +99,7 @@ class GrammarChecker:
         return grammar
 
     def build_choice(self, texts: list[str]) -> str:
-        """One terminal: a rule has room for 3,000 texts or less."""
+        """Build one terminal: a rule has room for at most 3,000 texts."""
         grammar = LLMatcher.grammar_from_regex("|".join(map(quote_pattern, texts)))
         names_tokens = any(isinstance(piece, int) for text in texts for piece in self.split_special_tokens(text))
         return self.check(_spell_out(grammar) if names_tokens else grammar)
@@ -106,7 +108,7 @@ class GrammarChecker:
         return self.check(LLMatcher.grammar_from_regex(pattern))
 
     def build_lark(self, grammar: str) -> str:
-        """The grammar of one in Lark or GBNF."""
+        """Build the grammar of a Lark or GBNF grammar."""
         if is_lark(grammar):
             return self._build_lark(grammar)
         try:
@@ -144,14 +146,14 @@ class GrammarChecker:
             return error.message
 
     def _find_error(self, grammar: str) -> str:
-        """What is wrong with a grammar, in one line; empty if a text can be written by it."""
+        """Return what is wrong with a grammar, in one line; empty if some text matches it."""
         tokenizer = self._tokenizer
         began = time.thread_time()
         matcher = build_matcher(tokenizer, grammar)
         if matcher.is_error():
             return _first_lines(matcher_error(matcher))
         for warning in matcher.get_grammar_warnings():
-            if not warning.startswith("oneOf not fully supported"):  # only with coerce_one_of, which asks for it
+            if not warning.startswith("oneOf not fully supported"):  # only with coerce_one_of, which requests it
                 return _first_lines(warning)
         chooser = random.Random(0)
         for _ in range(PROBE_STEPS):
@@ -172,19 +174,19 @@ class GrammarChecker:
 
 
 def _spell_out(grammar: str) -> str:
-    """The same one, in whose forced texts no special token stands for its own name: no terminal matches that token."""
+    """Return the grammar, spelling out special tokens in its forced texts: no terminal matches such a token."""
     lark = json.loads(grammar)["grammars"][0]["lark_grammar"]
     return LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{lark}')
 
 
 def _choose_bit(bits: int, chooser: random.Random) -> int:
-    """The index of one of the bits that are set."""
+    """Return the index of one of the set bits."""
     start = chooser.randrange(bits.bit_length())
     rest = bits >> start
     return start + (rest & -rest).bit_length() - 1
 
 
 def _first_lines(message: str) -> str:
-    """An error of several lines in one, without the compiler's excerpt of the grammar."""
+    """Join the lines of an error, without the compiler's excerpt of the grammar."""
     lines = [line.strip() for line in message.splitlines() if not re.match(r"\s*\d* \|", line)]
     return "; ".join(line for line in lines if line.strip("^ "))

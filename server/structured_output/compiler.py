@@ -1,7 +1,7 @@
 """Compile `StructuredOutputs` into a grammar that the engine can follow, or refuse what cannot be enforced.
 
 A grammar is tried with the model's own tokenizer under the engine's limits. Because this can take much time and memory,
-requests have it done in a process that can be killed.
+requests do it in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serve_llm.server.structured_output.structural_tag import parse_structural_t
 from serve_llm.server.structured_output.turn_form import GrammarSource, TurnForm, compute_key, name_param
 
 CACHE_BYTES = 32 * 2**20  # grammars and errors
-RETRY_SECONDS = 60.0  # then a compilation that was ended is tried again: the machine may have been busy
+RETRY_SECONDS = 60.0  # afterwards, an aborted compilation is tried again: the machine may have been busy
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""
     error: str = ""
     param: str | None = None
-    was_ended: bool = False  # at a limit on time or memory
+    was_ended: bool = False  # because of a limit on time or memory
 
     def unwrap(self) -> str:
         """Raises InvalidRequest."""
@@ -51,7 +51,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 class _CacheEntry(msgspec.Struct, frozen=True):
     grammar: Grammar
-    created: float  # seconds, of the cache's clock
+    created: float  # seconds of the cache's clock
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +59,7 @@ class _CacheEntry(msgspec.Struct, frozen=True):
 
 
 class GrammarCache:
-    """Grammars and errors by the content that they came from; the least recently used ones are dropped. Thread-safe."""
+    """Grammars and errors, keyed by their source; the least recently used ones are dropped. Thread-safe."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
@@ -92,19 +92,20 @@ class GrammarCache:
 
 
 class CompilerHost(Protocol):
-    """The server, as the compiler in a prompt worker sees it."""
+    """The server, as seen by the compiler in a prompt worker."""
 
     def find(self, key: bytes, param: str) -> Grammar | None:
-        """The result of an earlier compilation. If there is none, the compilation begins now."""
+        """Return the result of an earlier compilation. If there is none, the compilation starts now."""
 
     def begin(self, pointer: str, keyword: str | None) -> None:
-        """What to name if the compilation that begins now has to be ended: a place in a JSON schema, if it is one."""
+        """Record what to name if the compilation that starts now has to be aborted: a place in a JSON schema, if it is
+        one."""
 
     def keep(self, key: bytes, grammar: Grammar) -> None:
-        """The compilation is done."""
+        """Record that the compilation is done."""
 
     def allow_loading(self) -> AbstractContextManager[None]:
-        """Time for loading the tokenizer, which no job is charged for."""
+        """Allow time for loading the tokenizer, which does not count for any job."""
 
 
 class GrammarCompiler:
@@ -131,9 +132,9 @@ class GrammarCompiler:
         self.cache = GrammarCache()
 
     def load_tokenizer(self) -> LLTokenizer:
-        """The tokenizer of masks, loaded when it is first needed: 150,000 tokens take 2 s.
+        """Load the tokenizer of masks on first use: 150,000 tokens take 2 s.
 
-        What grammars of turns have to know of it is found out at the same time.
+        Also collects what grammars of turns must know about it.
         """
         if self._tokenizer is None:
             with contextlib.nullcontext() if self._host is None else self._host.allow_loading():
@@ -219,20 +220,21 @@ class GrammarCompiler:
 
 
 def build_refusal(param: str, error: GrammarError) -> Grammar:
-    """The cached form of an error: the parameter, a JSON pointer into it, the keyword and the reason."""
+    """Return the cached form of an error: the parameter, a JSON pointer into it, the keyword and the reason."""
     place = f"{param} at #{error.pointer}" if error.pointer else param
     keyword = f"{error.keyword}: " if error.keyword is not None else ""
     return Grammar(error=f"{place}: {keyword}{error.message}{_advise(error)}", param=param)
 
 
 def build_death_refusal(param: str, largest: GrammarError, reason: str) -> Grammar:
-    """The cached form of a compilation that was ended for this reason. largest: names the place."""
+    """Return the cached form of a compilation that was aborted for this reason. largest: names the place."""
     refusal = build_refusal(param, GrammarError(f"it is too complex: {reason}", largest.pointer, largest.keyword))
     return msgspec.structs.replace(refusal, was_ended=True)
 
 
 def _find_largest(source: GrammarSource) -> GrammarError:
-    """An error that names the largest part of a JSON schema, without a message; without a place for other sources."""
+    """Return an error that names the largest part of a JSON schema, without a message; without a place for other
+    sources."""
     schema = source.json if isinstance(source, StructuredOutputs) else None
     if isinstance(schema, str):
         with contextlib.suppress(ValueError, RecursionError):

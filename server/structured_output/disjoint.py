@@ -1,4 +1,4 @@
-"""Whether two JSON schemas have no valid value in common, where that is easy to see."""
+"""Whether two JSON schemas have no valid value in common, in cases that are easy to decide."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from serve_llm.server.structured_output.schema_walk import Schema, Subschema, find_targets, list_resources
 
 _TYPES = frozenset(("null", "boolean", "number", "string", "array", "object"))  # integers are numbers
-_MAX_WORK = 50_000  # subschemas and values that are looked at
+_MAX_WORK = 50_000  # limit on the subschemas and values to examine
 _MAX_DEPTH = 6
-MAX_NEGATIONS = 3000  # subschemas that opposites of the parts may have: they double what is in them
+MAX_NEGATIONS = 3000  # limit on subschemas written as opposites of parts: they double the contents
 
 
 class _OutOfWork(Exception):
-    """All that may be looked at has been."""
+    """The limit on work is reached."""
 
 
 class DisjointSchemas:
-    """Answers for the parts of one schema, whose references it follows."""
+    """Answers questions about the parts of one schema, whose references it follows."""
 
     def __init__(self, root: Schema) -> None:
         self._root = Subschema("", root)
@@ -73,7 +73,8 @@ class DisjointSchemas:
         )
 
     def _list_conjuncts(self, schema: object, depth: int) -> Iterator[object]:
-        """Objects and booleans that all hold. What is beside a $ref is ignored, as before draft 2019-09."""
+        """List objects and booleans that must all be valid. Keywords next to a $ref are ignored, as before draft
+        2019-09."""
         self._work(1)
         if not depth:
             return
@@ -89,7 +90,7 @@ class DisjointSchemas:
                 yield from self._list_conjuncts(part, depth - 1)
 
     def resolve(self, schema: Schema) -> Iterator[object]:
-        """What the `$ref` of a schema leads to; nothing if that is hard to say."""
+        """Return what the `$ref` of a schema leads to; nothing if that is hard to determine."""
         if self._has_one_resource and str(schema["$ref"]).startswith("#/"):
             for target in find_targets(self._root, Subschema("", schema)):
                 yield target.schema
@@ -111,7 +112,7 @@ class DisjointSchemas:
         return types
 
     def _list_values(self, conjuncts: list[object]) -> set[tuple[str, object]] | None:
-        """The types and values that const and enum allow; None if there is neither."""
+        """List the types and values that const and enum allow; None if there is neither."""
         values: set[tuple[str, object]] | None = None
         for schema in conjuncts:
             if not isinstance(schema, dict):
@@ -143,7 +144,7 @@ def _list_required(conjuncts: list[object]) -> Iterator[str]:
 
 
 def _list_members_named(conjuncts: list[object], name: str) -> Iterator[object]:
-    """Schemas of the value of a key."""
+    """List the schemas of the value of a key."""
     yield True
     for schema in conjuncts:
         if not isinstance(schema, dict):
@@ -156,7 +157,7 @@ def _list_members_named(conjuncts: list[object], name: str) -> Iterator[object]:
 
 
 def _freeze(value: object) -> tuple[str, object]:
-    """The type and the value of JSON, such that equal ones are equal."""
+    """Return a hashable form of JSON's type and value, so that equal values are equal."""
     if value is None:
         return "null", None
     if isinstance(value, bool):

@@ -1,10 +1,10 @@
-"""The errors of grammars and of the schemas and tags that they are written from."""
+"""Errors of grammars, and of the schemas and tags from which they are written."""
 
 from __future__ import annotations
 
 
 class GrammarError(Exception):
-    """pointer: JSON pointer to the part at fault. keyword: the field at fault in it, if it is known."""
+    """pointer: JSON pointer to the invalid part. keyword: the invalid field in it, if known."""
 
     def __init__(self, message: str, pointer: str = "", keyword: str | None = None) -> None:
         super().__init__(message)
@@ -14,7 +14,7 @@ class GrammarError(Exception):
 
 
 class WhitespaceError(GrammarError):
-    """The fault is in `whitespace_pattern`."""
+    """`whitespace_pattern` is invalid."""
 
 
 class LarkError(ValueError):
@@ -22,4 +22,4 @@ class LarkError(ValueError):
 
 
 class UnsupportedLark(LarkError):
-    """The part that was read is well-formed."""
+    """The part read so far is well-formed."""

@@ -1,4 +1,4 @@
-"""How llguidance reads the numbers of a schema, whose floats it may round a second time."""
+"""How llguidance reads the numbers of a schema; it may round floats a second time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from decimal import Decimal
 from fractions import Fraction
 
-_MAX_ULPS = 8  # how far away another float is looked for
+_MAX_ULPS = 8  # distance within which to look for another float
 _MAX_POWER = 308
 _MAX_COEFFICIENT = 2**32 - 1
 
 
 def to_decimal(value: float) -> Decimal:
-    """The shortest decimal that is read as this float, which is the one that a schema means."""
+    """Return the shortest decimal that reads as this float, which is what a schema means."""
     return Decimal(repr(value))
 
 
 def count_places(value: Fraction) -> int:
-    """The decimal places of a number that has an end."""
+    """Count the decimal places of a finite decimal."""
     count = 0
     while value.denominator > 1:
         value *= 10
@@ -31,9 +31,9 @@ def is_read_exactly(value: float) -> bool:
 
 
 def find_divisor(value: float) -> float | None:
-    """The float of which llguidance makes the divisor that `value` means; None if none is known.
+    """Return the float from which llguidance derives the divisor `value`; None if none is known.
 
-    It makes an integer of 32 bits and a power of ten, by multiplications that may round.
+    It uses a 32-bit integer and a power of ten, by multiplications that may round.
     """
     wanted = Fraction(to_decimal(value))
     above = below = value
@@ -47,7 +47,7 @@ def find_divisor(value: float) -> float | None:
 
 
 def _read(value: float) -> float:
-    """The digits as an integer, multiplied or divided by a power of ten."""
+    """Return the digits as an integer, multiplied or divided by a power of ten."""
     sign, digits, exponent = to_decimal(value).as_tuple()
     assert isinstance(exponent, int)
     result = float(int("".join(map(str, digits))))

@@ -13,12 +13,13 @@ _PART = re.compile(r'(?P<literal>"(?:\\.|[^"\\])*")|(?P<klass>\[(?:\\.|[^]\\])*\
 _CHARACTER = re.compile(
     r"\\x(?P<x>[0-9a-fA-F]{2})|\\u(?P<u>[0-9a-fA-F]{4})|\\U(?P<U>[0-9a-fA-F]{8})|\\.|(?P<raw>.)", re.DOTALL
 )
-_OPERATORS = "&~"  # two of them are one in Rust's classes
+_OPERATORS = "&~"  # two of them in a row are one in Rust's classes
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t", '"': r"\"", "\\": r"\\"}
 
 
 def is_lark(grammar: str) -> bool:
-    """Whether a rule `start` or an option of llguidance says so. Otherwise the grammar is GBNF, with a rule `root`."""
+    """Whether a rule `start` or an option of llguidance marks the grammar as Lark. Otherwise it is GBNF, with a rule
+    `root`."""
     return _LARK.search(grammar) is not None
 
 
@@ -28,12 +29,12 @@ def write_as_lark(grammar: str) -> str:
         return gbnf_to_lark(_PART.sub(_rewrite_part, grammar))
     except GrammarError:
         raise
-    except Exception as error:  # the converter raises this very class for an unknown rule
+    except Exception as error:  # the converter raises exactly this class for an unknown rule
         raise GrammarError(f"neither Lark with a rule `start:` nor GBNF: {error}") from None
 
 
 def _rewrite_part(part: re.Match[str]) -> str:
-    """Escapes that the converter reads wrong as the characters themselves."""
+    """Replace escapes that the converter misreads by the characters themselves."""
     if part["literal"]:
         return f'"{_CHARACTER.sub(_rewrite_in_literal, part[0][1:-1])}"'
     if part["klass"]:
@@ -59,7 +60,7 @@ def _rewrite_in_class(found: re.Match[str]) -> str:
 
 
 def _read_escape(found: re.Match[str]) -> str | None:
-    """The character of \\x, \\u or \\U; None for other escapes."""
+    """Return the character of \\x, \\u or \\U; None for other escapes."""
     digits = found["x"] or found["u"] or found["U"]
     if digits is None:
         return None

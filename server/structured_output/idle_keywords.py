@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas that allow every value where they stand. llguidance refuses them all the same."""
+"""Keywords of JSON schemas that allow every value where they occur, but that llguidance refuses."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator, Set
 
 from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema
 
-# Subschemas that apply to the same object: what they evaluate is not unevaluated.
+# Subschemas that apply to the same object: properties that they evaluate are not unevaluated.
 _IN_PLACE = frozenset(
     "$dynamicRef $recursiveRef $ref allOf anyOf dependencies dependentSchemas else if not oneOf then".split()
 )
 
 
 def drop_idle_keywords(schema: Schema, pointed: Set[str], *, is_before_2019: bool) -> None:
-    """Drop them from one subschema, in place.
+    """Drop the keywords from one subschema, in place.
 
-    pointed: keywords that stay. is_before_2019: whether the schema's draft has neither `minContains` nor
+    pointed: keywords to keep. is_before_2019: whether the schema's draft has neither `minContains` nor
     `unevaluatedProperties`.
     """
     for keyword in list(_list_idle(schema, is_before_2019=is_before_2019)):

@@ -1,4 +1,4 @@
-"""JSON schemas for llguidance: refuse keywords that it would ignore, and find the keyword that an error is about."""
+"""JSON schemas for llguidance: refuse keywords that it would ignore, and find the keyword behind an error."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from serve_llm.server.structured_output.schema_walk import (
 )
 from serve_llm.server.structured_output.size_errors import blame_largest
 
-# One space, or one line break and an indentation: a model cannot write whitespace for ever.
+# One space, or one line break and an indentation: a model must not write whitespace forever.
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,40})"
 
-# Without \u: it would write a named property in a second way, which llguidance takes for an additional one.
+# Without \u: otherwise a named property could be written in a second way, which llguidance takes for an additional one.
 _ESCAPES = 'nrbtf\\"'
 
-# llguidance computes with bounds as floats of 64 bits, and writes integers of 64 bits.
+# llguidance computes with bounds as 64-bit floats, and writes 64-bit integers.
 _MAX_FLOAT_INTEGER = 2**53
 _MAX_INTEGER = 2**63 - 1
 
 _OWN_WHITESPACE = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")  # in x-guidance
 
-MAX_DEPTH = 100  # schemas inside each other
-LOCATE_SECONDS = 0.3  # for finding the place of an error
+MAX_DEPTH = 100  # maximum nesting of schemas
+LOCATE_SECONDS = 0.3  # time for finding the place of an error
 
-# Which keywords an error of llguidance is about; the groups of a match are keywords too.
+# The keywords behind an error of llguidance; the groups of a match are keywords too.
 _KEYWORDS_IN_ERRORS = (
     (re.compile(r'Unimplemented keys: \["([^"]+)"'), ()),
     (re.compile("Unknown format"), ("format",)),
@@ -61,11 +61,11 @@ _KEYWORDS_IN_ERRORS = (
 )
 _PROCESSING = re.compile(r"; while processing [^#]*#?(.*)$")  # the $ref that led to an error
 
-# A part of a schema keeps its meaning beside these.
+# A part of a schema keeps its meaning next to these.
 _CONTEXT = ("$schema", "$id", "id", "$defs", "definitions")
 
 Find = Callable[[object], str]
-TryPart = Callable[[object], str | None]  # the error of a schema, empty without one; None if no time is left
+TryPart = Callable[[object], str | None]  # the error of a schema, empty if there is none; None if no time is left
 
 
 def parse_schema(text: str) -> object:
@@ -77,7 +77,7 @@ def parse_schema(text: str) -> object:
 
 
 def write_grammar(schema: object, *, whitespace: str | None, closed: bool) -> str:
-    """The grammar of texts that are valid under a schema. The compiler has not seen it yet.
+    """Write the grammar of texts that are valid under a schema. The compiler has not checked it yet.
 
     whitespace: a regex for the whitespace between tokens; None for none. closed: objects whose schema has `properties`
     and no `additionalProperties` have no others. Raises GrammarError.
@@ -102,7 +102,7 @@ def write_grammar(schema: object, *, whitespace: str | None, closed: bool) -> st
 
 
 def prepare_schema(schema: object, *, closed: bool) -> Schema:
-    """A schema as llguidance enforces it exactly. `closed` as for `write_grammar`. Raises GrammarError."""
+    """Return a schema that llguidance enforces exactly. `closed`: as for `write_grammar`. Raises GrammarError."""
     if schema is True:
         schema = {}
     if schema is False:
@@ -125,7 +125,7 @@ def prepare_schema(schema: object, *, closed: bool) -> Schema:
 
 
 def _rewrite(schema: Schema) -> Schema:
-    """A copy in keywords that llguidance has."""
+    """Return a copy that uses keywords supported by llguidance."""
     copy: Schema = json.loads(json.dumps(schema))
     disjoint = DisjointSchemas(schema)
     references = [child.schema.get("$ref") for child in walk(schema) if isinstance(child.schema, dict)]
@@ -158,7 +158,7 @@ def _names_keys_and_allows_others(schema: object) -> bool:
 
 
 def _check_keywords(schema: Schema, pointer: str) -> None:
-    """Refuse what llguidance ignores."""
+    """Refuse keywords that llguidance ignores."""
     for keyword in IGNORED_BY_COMPILER:
         if keyword in schema:
             raise GrammarError(f"{keyword} is not supported", pointer, keyword)
@@ -175,7 +175,7 @@ def _check_keywords(schema: Schema, pointer: str) -> None:
 
 
 def _check_min_properties(schema: Schema, pointer: str) -> None:
-    """Refuse a number that a text could reach by writing one key twice."""
+    """Refuse a number that a text could reach by repeating one key."""
     least = schema.get("minProperties")
     required = schema.get("required", [])
     if isinstance(least, int | float) and isinstance(required, list) and least > len(set(map(str, required))) + 1:
@@ -185,7 +185,7 @@ def _check_min_properties(schema: Schema, pointer: str) -> None:
 
 
 def _check_numbers(value: object, pointer: str, keyword: str) -> None:
-    """Refuse numbers that llguidance would round, and those that no float holds."""
+    """Refuse numbers that llguidance would round, and those that no float can represent."""
     if isinstance(value, float) and math.isinf(value):
         raise GrammarError("the number is beyond the range of 64-bit floats", pointer, keyword)
     if type(value) is int and (abs(value) > _MAX_INTEGER or int(float(value)) != value):
@@ -197,7 +197,7 @@ def _check_numbers(value: object, pointer: str, keyword: str) -> None:
 
 
 def _check_bound(schema: Schema, pointer: str, keyword: str) -> None:
-    """Refuse bounds that llguidance would round, or cannot write. No integer that it writes is above 2**63 - 1."""
+    """Refuse bounds that llguidance would round, or cannot write. It writes no integer above 2**63 - 1."""
     bound = schema.get(keyword)
     if type(bound) not in (int, float):
         return
@@ -235,7 +235,7 @@ def locate_error(schema: object, message: str, find_error: Find) -> GrammarError
 
     keywords = _find_keywords(message)
     users = [(child, name) for child in walk(schema) for name in keywords if _has(child, name)]
-    users.sort(key=lambda user: not user[0].pointer.startswith(hint))  # those at the hint first
+    users.sort(key=lambda user: not user[0].pointer.startswith(hint))  # starting with those at the hint
     for child, name in users:
         if len(users) == 1 or try_part(child.schema) == message:
             return GrammarError(message, child.pointer, name)
@@ -247,13 +247,13 @@ def locate_error(schema: object, message: str, find_error: Find) -> GrammarError
 
 
 def _split_message(message: str) -> tuple[str, str]:
-    """An error without the reference that led to it, and the JSON pointer in that reference."""
+    """Split an error into the text without the reference that led to it, and the JSON pointer in that reference."""
     found = _PROCESSING.search(message)
     return (message[: found.start()], found[1]) if found else (message, "")
 
 
 def _find_keywords(message: str) -> list[str]:
-    """The keywords that an error may be about."""
+    """Return the keywords that may have caused an error."""
     for pattern, keywords in _KEYWORDS_IN_ERRORS:
         if found := pattern.search(message):
             return [*found.groups(), *keywords]
@@ -265,7 +265,7 @@ def _has(child: Subschema, keyword: str) -> bool:
 
 
 def _descend(schema: Schema, message: str, try_part: TryPart) -> Subschema:
-    """The deepest subschema that is refused alone."""
+    """Return the deepest subschema that is refused by itself."""
     place = Subschema("", schema)
     seen = {""}
     while True:
@@ -279,8 +279,8 @@ def _descend(schema: Schema, message: str, try_part: TryPart) -> Subschema:
 
 
 def _choose_keyword(schema: object, message: str, try_part: TryPart) -> str | None:
-    """The keyword without which a schema is not refused; otherwise the longest one, as a limit on size was exceeded, or
-    no time is left."""
+    """Return the keyword without which a schema is not refused; otherwise the longest one, because a limit on size was
+    exceeded or no time is left."""
     assert isinstance(schema, dict)
     keywords: list[str] = [keyword for keyword in schema if keyword in KEYWORDS]
     for keyword in keywords:
@@ -291,7 +291,7 @@ def _choose_keyword(schema: object, message: str, try_part: TryPart) -> str | No
 
 
 def refuse_constant(name: str) -> object:
-    """For json.loads, which takes NaN and Infinity otherwise. Raises ValueError."""
+    """For json.loads, which otherwise accepts NaN and Infinity. Raises ValueError."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -311,7 +311,7 @@ def check_depth(schema: Schema) -> None:
 
 
 def _close(schema: Schema) -> Schema:
-    """A copy in which objects have no properties but those that are named."""
+    """Return a copy in which objects have only named properties."""
     copy: Schema = json.loads(json.dumps(schema))
     for child in walk(copy):
         if isinstance(child.schema, dict) and ("properties" in child.schema or "patternProperties" in child.schema):

@@ -8,8 +8,8 @@ import re
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.json_schema import prepare_schema, refuse_constant
 
-# Texts, comments, regular expressions and special tokens are passed over. A limit on tokens cannot be kept when tokens
-# are taken back, and temperatures are the sampler's.
+# Texts, comments, regular expressions and special tokens are skipped. A limit on tokens cannot be enforced when tokens
+# are rolled back, and the sampler sets temperatures.
 _TOKEN = re.compile(
     r"""(?P<other>"(?:\\.|[^"\\])*"|(?://|\#)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>)
     |%json\b\s*(?P<schema>)
@@ -20,7 +20,7 @@ _DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def prepare_lark(lark: str) -> str:
-    """A Lark grammar with its JSON schemas as llguidance enforces them exactly. Raises GrammarError."""
+    """Return a Lark grammar with JSON schemas that llguidance enforces exactly. Raises GrammarError."""
     pieces = []
     position = 0
     while found := _TOKEN.search(lark, position):

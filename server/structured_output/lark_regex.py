@@ -1,10 +1,10 @@
 """Translate a Lark grammar into a regular expression of its texts.
 
 A custom tool's text is inside a JSON string or between a dialect's delimiters. Regular expressions can be enforced
-there, because llguidance can quote them; a grammar of several rules cannot. A rule that repeats itself at its beginning
-or end becomes a repetition. One that is inside itself is written out some levels deep, so that the expression has no
-text that the grammar has not, but not those that nest deeper. What `%ignore` names may follow each token of a rule.
-As with Lark's default parser (Earley), a token need not be the longest possible.
+there, because llguidance can quote them; a grammar of several rules cannot. A rule that is recursive at its beginning
+or end becomes a repetition. A rule that contains itself elsewhere is expanded to a limited depth, so that the
+expression matches only texts of the grammar, but not those that nest deeper. What `%ignore` names may follow each token
+of a rule. As with Lark's default parser (Earley), a token need not be the longest possible.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from serve_llm.server.structured_output.lark_tokens import END, LarkToken, read_
 from serve_llm.server.structured_output.pattern import closes_unopened_group
 
 MAX_CHARACTERS = 2**16  # a longer regular expression is refused
-MAX_DEPTH = 8  # how often a rule may be inside itself
-MAX_EXPANSIONS = 800  # how often rules are written out, at all depths together
+MAX_DEPTH = 8  # how often a rule may be nested in itself
+MAX_EXPANSIONS = 800  # limit on expansions of rules, at all depths together
 _TOO_LONG = f"it takes more than {MAX_CHARACTERS} characters as a regular expression"
 
 _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
@@ -42,7 +42,7 @@ class _Name(NamedTuple):
 
 
 class _Repeat(NamedTuple):
-    """suffix: as in regular expressions; empty for once."""
+    """suffix: as in regular expressions; empty for a single occurrence."""
 
     body: Alternatives
     suffix: str
@@ -57,7 +57,7 @@ Alternatives = list[list[Item]]
 
 
 def translate_lark(grammar: str) -> str:
-    """A regular expression of the texts of `start`, without anchors. Raises LarkError."""
+    """Return a regular expression of the texts of `start`, without anchors. Raises LarkError."""
     try:
         rules = _LarkRules(grammar)
         expression = _translate(rules)
@@ -69,14 +69,14 @@ def translate_lark(grammar: str) -> str:
 
 
 def nests_without_end(grammar: str) -> bool:
-    """Whether texts that nest deeper than `translate_lark` writes rules out are missing. Call it after that."""
+    """Whether texts are missing that nest deeper than `translate_lark` expands rules. Call it after that."""
     expander = _Expander(_LarkRules(grammar))
     expander.expand_start()
     return expander.is_cut
 
 
 def _translate(rules: _LarkRules) -> str:
-    """Written out as deep as is possible. Raises LarkError."""
+    """Expand rules as deeply as possible. Raises LarkError."""
     expander = _Expander(rules)
     expression = expander.expand_start()
     while expander.is_cut and expander.depth < MAX_DEPTH:
@@ -91,12 +91,12 @@ def _translate(rules: _LarkRules) -> str:
 
 
 class _LarkRules:
-    """The definitions of a grammar, read when they are asked for."""
+    """The definitions of a grammar, parsed on demand."""
 
     def __init__(self, grammar: str) -> None:
         self._definitions: dict[str, list[LarkToken]] = {}
         self._bodies: dict[str, Alternatives] = {}
-        self._reached: dict[str, set[str]] = {}  # names in a rule, and in those in it
+        self._reached: dict[str, set[str]] = {}  # names in a rule, and in the rules that it uses
         self._ignored: list[list[LarkToken]] = []  # what each %ignore names
         self.unsupported: UnsupportedLark | None = None  # because of a directive
         for line in split_definitions(read_tokens(grammar)):
@@ -114,11 +114,11 @@ class _LarkRules:
         return self._bodies[name]
 
     def read_ignored(self) -> Alternatives:
-        """What may stand before, between and after the tokens of rules. Raises LarkError."""
+        """Return what may occur before, between and after the tokens of rules. Raises LarkError."""
         return [row for tokens in self._ignored for row in _BodyReader("%ignore", tokens).read_whole()]
 
     def is_recursive(self, name: str) -> bool:
-        """Whether the rule is inside itself. Raises LarkError."""
+        """Whether the rule contains itself. Raises LarkError."""
         if name not in self._reached:
             reached: set[str] = set()
             waiting = list(_list_names(self.read(name)))
@@ -148,8 +148,8 @@ class _LarkRules:
         self._definitions[line[0].text] = line[2:]
 
     def _read_directive(self, line: list[LarkToken]) -> None:
-        """`%ignore A`, `%import common.A`, `%import common.A -> B` or `%import common (A, B)`. Others are kept in
-        `unsupported`, so that an error in a rule comes before them."""
+        """Read `%ignore A`, `%import common.A`, `%import common.A -> B` or `%import common (A, B)`. Other directives
+        are kept in `unsupported`, so that errors in rules are reported before them."""
         texts = [token.text for token in line]
         if texts[1:2] == ["ignore"] and len(line) > 2:
             self._ignored.append(line[2:])
@@ -177,7 +177,7 @@ def _list_names(body: Alternatives) -> Iterator[str]:
 
 
 def _write_as_repetition(name: str, body: Alternatives) -> Alternatives:
-    """The body of a rule, where it begins or ends with the rule itself, as a repetition of what is around it."""
+    """Return the body of a rule that begins or ends with the rule itself, as a repetition."""
     itself = _Name(name)
     whole = [row for items in body for row in _open_last_group(items, itself)]
     for place, rest in ((0, slice(1, None)), (-1, slice(None, -1))):
@@ -190,7 +190,7 @@ def _write_as_repetition(name: str, body: Alternatives) -> Alternatives:
 
 
 def _open_last_group(items: list[Item], itself: _Name) -> Alternatives:
-    """The row as several without the group at its end, if that can end with the rule itself."""
+    """Split the row into several without the group at its end, if that can end with the rule itself."""
     last = items[-1] if items else None
     if not isinstance(last, _Repeat) or last.suffix not in ("", "?"):
         return [items]
@@ -201,32 +201,31 @@ def _open_last_group(items: list[Item], itself: _Name) -> Alternatives:
 
 
 def _is_terminal(name: str) -> bool:
-    """Whether the name is that of one token; other names are those of rules."""
+    """Whether the name is that of a token; other names are those of rules."""
     return name.isupper()
 
 
 class _Expander:
-    """Writes rules out, those inside themselves up to `depth` times."""
+    """Expands rules; recursive ones up to `depth` times."""
 
     def __init__(self, rules: _LarkRules) -> None:
         self._rules = rules
         self._num_left = MAX_EXPANSIONS
         self._found: dict[tuple[str, tuple[str, ...]], str | None] = {}
         self.depth = 0
-        self.is_cut = False  # whether a rule is inside itself
+        self.is_cut = False  # whether a rule contains itself
         self._gap = ""  # what may follow each token of a rule
         if ignored := self._write(rules.read_ignored(), (), gap=""):
             self._gap = f"(?:{ignored})*"
-        self._found.clear()  # rules were written without gaps
+        self._found.clear()  # rules were expanded without gaps
 
     def expand_start(self) -> str | None:
-        """The texts of `start`. None: all nest deeper than `depth`. Raises LarkError."""
+        """Return the texts of `start`. None: all nest deeper than `depth`. Raises LarkError."""
         expression = self.expand("start")
         return f"{self._gap}(?:{expression})" if expression is not None and self._gap else expression
 
     def expand(self, name: str, path: tuple[str, ...] = ()) -> str | None:
-        """path: the recursive rules that are being expanded, sorted. None: it has no text of this depth. Raises
-        LarkError."""
+        """path: the recursive rules being expanded, sorted. None: there is no text of this depth. Raises LarkError."""
         if path.count(name) > self.depth:
             return None
         key = (name, path)

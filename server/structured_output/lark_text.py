@@ -6,5 +6,5 @@ import json
 
 
 def quote_lark(text: str) -> str:
-    """A text as a literal of llguidance's Lark, which allows no control character in one, U+007F among them."""
+    """Return a text as a literal of llguidance's Lark, which allows no control characters in it, including U+007F."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

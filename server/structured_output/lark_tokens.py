@@ -1,4 +1,4 @@
-"""The tokens of a Lark grammar and the definitions that they make."""
+"""Split a Lark grammar into tokens and definitions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_tokens(grammar: str) -> list[LarkToken]:
 
 
 def split_definitions(tokens: list[LarkToken]) -> list[list[LarkToken]]:
-    """A definition ends with its line, unless a parenthesis is open or the next line begins with `|`."""
+    """A definition ends at the end of its line, unless a parenthesis is open or the next line begins with `|`."""
     lines: list[list[LarkToken]] = [[]]
     depth = 0
     for token in tokens:

@@ -12,10 +12,10 @@ from serve_llm.server.structured_output.text_complement import negate_pattern, n
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 _NEUTRAL = frozenset(("$defs", "definitions"))  # allow every value
-_MAX_EXACT = 2**53  # integers from here on are rounded
-_MAX_REFERENCES = 4  # that lead to each other
+_MAX_EXACT = 2**53  # larger integers are rounded
+_MAX_REFERENCES = 4  # maximum length of a chain of references
 
-# The keywords of counts: the type that they concern, the opposite keyword, and what to add to the count.
+# Keywords of counts: the type to which they apply, the opposite keyword, and what to add to the count.
 _COUNTS = {
     "minLength": ("string", "maxLength", -1),
     "maxLength": ("string", "minLength", 1),
@@ -33,11 +33,11 @@ _BOUNDS = {
 
 
 class _Unknown(Exception):
-    """It is not known how to write the opposite."""
+    """There is no known way to write the opposite."""
 
 
 def negate(schema: object, disjoint: DisjointSchemas, keys: Set[str] | None = None) -> Schema | bool | None:
-    """What is valid where `schema` is not; None if it is not known how to write that.
+    """Return a schema that is valid where `schema` is not; None if there is no known way to write it.
 
     disjoint: knows the whole schema. keys: the only ones that an object has where the result is used.
     """
@@ -48,7 +48,7 @@ def negate(schema: object, disjoint: DisjointSchemas, keys: Set[str] | None = No
 
 
 class _Negation:
-    """Methods raise _Unknown. Results share nothing with the schema."""
+    """Methods raise _Unknown. Results share no objects with the schema."""
 
     def __init__(self, disjoint: DisjointSchemas) -> None:
         self._disjoint = disjoint
@@ -130,7 +130,7 @@ class _Negation:
             raise _Unknown
 
     def _negate_member(self, name: str, schema: object, references_left: int) -> Schema | bool:
-        """An object has the property, with a value that is not valid."""
+        """Require an object to have the property with an invalid value."""
         value = self.negate(schema, None, references_left)
         return value and {"type": "object", "required": [name], "properties": {name: value}}
 
@@ -164,7 +164,7 @@ class _Negation:
 
 
 def join(keyword: str, parts: Iterable[Schema | bool]) -> Schema | bool:
-    """anyOf or allOf of some parts, or what is equal to it."""
+    """Return the anyOf or allOf of some parts, simplified."""
     absorbing = keyword == "anyOf"  # true is, in anyOf
     kept = []
     for part in parts:
@@ -182,7 +182,7 @@ def are_names(value: object) -> bool:
 
 
 def _negate_types(value: object) -> Schema | bool:
-    """No expression matches numbers that are no integers."""
+    """No expression matches numbers that are not integers."""
     named = value if isinstance(value, list) else [value]
     if any(name not in (*TYPES, "integer") for name in named) or ("integer" in named and "number" not in named):
         raise _Unknown
@@ -194,13 +194,13 @@ def _negate_count(keyword: str, value: object) -> Schema | bool:
     if type(value) is not int or value < 0:
         raise _Unknown
     kind, opposite, step = _COUNTS[keyword]
-    if opposite == "minProperties" and value + step > 1:  # one key may be written several times
+    if opposite == "minProperties" and value + step > 1:  # one key may occur several times
         raise _Unknown
     return {"type": kind, opposite: value + step} if value + step >= 0 else False
 
 
 def _negate_closed(schema: Schema, keys: Set[str] | None) -> Schema | bool:
-    """An object has a key that additionalProperties forbids. Which ones it may have must be known."""
+    """Require a key that additionalProperties forbids. The possible keys must be known."""
     named = schema.get("properties", {})
     if schema["additionalProperties"] is True or schema["additionalProperties"] == {}:
         return False
@@ -213,7 +213,7 @@ def _negate_closed(schema: Schema, keys: Set[str] | None) -> Schema | bool:
 
 
 def _list_gaps(values: list[int | float]) -> list[Schema | bool]:
-    """The ranges of numbers between some integers."""
+    """List the ranges of numbers between some integers."""
     if any(value % 1 or abs(value) >= _MAX_EXACT for value in values):
         raise _Unknown
     numbers = sorted({int(value) for value in values})

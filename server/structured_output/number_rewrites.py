@@ -1,8 +1,8 @@
-"""Bounds and divisors of numbers, in ranges for which llguidance's regular expressions are right.
+"""Bounds and divisors of numbers, limited to ranges for which llguidance's regular expressions are right.
 
-Between bounds, llguidance writes decimals without exponents. This module works around two faults. Beside a bound less
-than 1 away, llguidance takes an exclusive bound at an integer for an inclusive one. And it demands as many decimal
-places as the bound or the divisor has: 0.90 below 0.95, 0.50 for multiples of 0.25.
+Between bounds, llguidance writes decimals without exponents. This module works around two faults. Next to a bound less
+than 1 away, llguidance treats an exclusive bound at an integer as inclusive. And it requires as many decimal places as
+the bound or the divisor has: 0.90 below 0.95, 0.50 for multiples of 0.25.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.float_texts import count_places, find_divisor, is_read_exactly, to_decimal
 from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema, Subschema, add_part
 
-MAX_DECIMAL_PLACES = 60  # llguidance's expression has a group for each of a bound's
+MAX_DECIMAL_PLACES = 60  # llguidance's expression has one group per digit of a bound
 
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 BOUNDS = (*_LOWER, *_UPPER)
 _NEAREST_TO_ZERO = 10.0**-MAX_DECIMAL_PLACES
 _OTHER_TYPES = ("null", "boolean", "object", "array", "string")
-_MAX_PRODUCT = 2**32 - 1  # llguidance multiplies divisors, scaled to integers, without a check
-_MERGED = ("$ref", "anyOf", "oneOf")  # with the keywords beside them
+_MAX_PRODUCT = 2**32 - 1  # llguidance multiplies divisors, scaled to integers, without an overflow check
+_MERGED = ("$ref", "anyOf", "oneOf")  # together with the keywords next to them
 _NEVER_MERGED = frozenset(("$defs", "$id", "$schema", "definitions", "id"))
 
 
@@ -39,7 +39,7 @@ class NumberRewriter:
     """Rewrites the subschemas of one schema in place. Methods raise GrammarError."""
 
     def __init__(self, children: list[Subschema]) -> None:
-        """children: all of the schema. Any two of them may be merged, by `allOf` for example."""
+        """children: all subschemas. Any two of them may be merged, for example by `allOf`."""
         schemas = [child.schema for child in children if isinstance(child.schema, dict)]
         self._below_an_upper = set(map(math.floor, _list_fractions(schemas, _UPPER)))
         self._above_a_lower = set(map(math.ceil, _list_fractions(schemas, _LOWER)))
@@ -47,7 +47,7 @@ class NumberRewriter:
             _check_merged_divisors(children)
 
     def rewrite(self, schema: Schema) -> None:
-        """Errors have the keyword and no place."""
+        """Rewrite one subschema. Errors have the keyword and no place."""
         named = schema.get("type", "number")
         types = named if isinstance(named, list) else [named]
         if "number" in types or "integer" in types:
@@ -116,7 +116,7 @@ def _check_merged_divisors(children: list[Subschema]) -> None:
 def _read_bound(
     schema: Schema, keywords: tuple[str, str], choose: Callable[[Decimal, Decimal], Decimal]
 ) -> Bound | None:
-    """The bound that two keywords make together. In draft 4, the second is a boolean about the first."""
+    """Return the bound that two keywords define together. In draft 4, the second is a boolean about the first."""
     inclusive, exclusive = (schema.get(keyword) for keyword in keywords)
     if exclusive is True:
         exclusive = inclusive
@@ -135,7 +135,7 @@ def _set_bound(schema: Schema, keywords: tuple[str, str], value: float) -> Bound
 
 
 def _step_off(integer: Decimal, towards: float) -> float:
-    """The nearest number that can be written on one side of an integer."""
+    """Return the nearest number that can be written on one side of an integer."""
     if not integer:
         return math.copysign(_NEAREST_TO_ZERO, towards)
     stepped = math.nextafter(float(integer), towards)
@@ -150,7 +150,7 @@ def _read_divisor(schema: Schema) -> Fraction | None:
 
 
 def _list_divisors(divisor: Fraction) -> list[Fraction]:
-    """The divisor, and the multiples of it that have fewer decimal places."""
+    """List the divisor, and its multiples with fewer decimal places."""
     places = range(1, count_places(divisor))
     return list(dict.fromkeys([divisor, *(_find_common_multiple(divisor, Fraction(1, 10**count)) for count in places)]))
 
@@ -173,9 +173,9 @@ def _is_within(value: Fraction | Decimal, lower: Bound | None, upper: Bound | No
 
 
 def _list_points(lower: Bound | None, upper: Bound | None, divisor: Fraction | None) -> list[float]:
-    """Numbers that llguidance does not write, or not in the usual way, although they are within bounds.
+    """List numbers within bounds that llguidance does not write, or not in the usual way.
 
-    They begin as a bound does and have fewer decimal places. With a divisor, floats may cost it the bounds themselves.
+    They begin as a bound does and have fewer decimal places. With a divisor, floats may exclude the bounds themselves.
     """
     bounds = [bound.value for bound in (lower, upper) if bound]
     places = [count_places(Fraction(value)) for value in bounds]
@@ -200,7 +200,7 @@ def _to_number(value: Fraction) -> float:
 
 
 def _write_divisor(schema: Schema) -> None:
-    """Replace a divisor of which llguidance would make another one."""
+    """Replace a divisor from which llguidance would derive another one."""
     divisor = schema.get("multipleOf")
     if not isinstance(divisor, float):
         return

@@ -1,4 +1,4 @@
-"""`StructuredOutputs`: the constraint on a text, with the field names of vLLM."""
+"""`StructuredOutputs`: the constraint on a text, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_any_whitespace: bool = False  # no whitespace between the tokens of JSON
     disable_additional_properties: bool = False  # objects have only the properties that their schemas name
     whitespace_pattern: str | None = None  # a regex for the whitespace between two tokens of JSON
-    param: str = PARAM  # the parameter that errors name, with the field if it is the default
+    param: str = PARAM  # the parameter named in errors, with the field if it is the default
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
@@ -87,9 +87,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """Which of KINDS is given."""
+        """Return which of KINDS is given."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     def name_param(self, field: str) -> str:
-        """The parameter that an error about `field` names."""
+        """Return the parameter that an error about `field` names."""
         return f"{self.param}.{field}" if self.param == PARAM else self.param

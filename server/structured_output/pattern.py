@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas, which are ECMAScript's, for llguidance, which reads Rust's."""
+"""Translate regular expressions of JSON schemas (ECMAScript) to Rust's, for llguidance."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from serve_llm.server.structured_output.errors import GrammarError
 
 _PART = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
-_UNIT = re.compile(r"\\.|\[\^?(?:\\.|[^]\\])*\]|.", re.DOTALL)  # with a whole class as one
+_UNIT = re.compile(r"\\.|\[\^?(?:\\.|[^]\\])*\]|.", re.DOTALL)  # one unit: a character, an escape or a whole class
 _DOT = r"[^\n\r\u2028\u2029]"
-# ECMAScript's whitespace has U+FEFF and lacks U+0085, in contrast to Rust's.
+# ECMAScript's whitespace includes U+FEFF and excludes U+0085, unlike Rust's.
 _SPACE = r"\t-\r\x20\u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NO_SPACE = (
     r"\x00-\x08\x0E-\x1F!-\u009F\u00A1-\u167F\u1681-\u1FFF\u200B-\u2027\u202A-\u202E"
@@ -19,12 +19,12 @@ _JSON_SPACE = r"\x20\t\n\r"
 _SPACES = {r"\s": _SPACE, r"\S": _NO_SPACE}
 # ^(?![a-c]*$): not only such characters. pydantic writes it for Decimal.
 _NOT_ONLY = re.compile(r"\^\(\?!\^?\[([^]\\^[&~][^]\\[&~]*)\]\*\$\)([^|]*)", re.DOTALL)
-_TO_QUOTE = re.compile(r"[^\w\s\x80-\U0010ffff]|[\x00-\x1f\x7f]")  # ASCII but letters, digits, _ and the space
+_TO_QUOTE = re.compile(r"[^\w\s\x80-\U0010ffff]|[\x00-\x1f\x7f]")  # ASCII except letters, digits, _ and the space
 _DOT_ALL_FLAG = re.compile(r"\(\?[a-z]*s")
 
 
 def translate_pattern(pattern: str) -> str:
-    """The same expression, where the two dialects read one text differently. A translated pattern stays as it is.
+    """Translate an expression where the two dialects differ. A translated pattern stays unchanged.
 
     In classes, Rust's [, &&, ~~ and -- are operators. Its dot matches more line ends, and its whitespace differs.
     Raises GrammarError.
@@ -47,23 +47,24 @@ def translate_pattern(pattern: str) -> str:
 
 
 def split_lookahead(pattern: str) -> tuple[str, str] | None:
-    """The expression without its lookahead, and another one that must match too; None without such a lookahead."""
+    """Return the expression without its lookahead, and another one that must also match; None without such a
+    lookahead."""
     found = _NOT_ONLY.fullmatch(pattern)
     return None if found is None else (f"^{found[2]}", f"[^{found[1]}]")
 
 
 def quote_pattern(text: str) -> str:
-    """The expression that matches this text alone."""
+    """Return the expression that matches only this text."""
     return _TO_QUOTE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def split_units(pattern: str) -> list[str]:
-    """The characters of an expression, with each escape and each class as one."""
+    """Split an expression into characters, where each escape and each class is one."""
     return _UNIT.findall(pattern)
 
 
 def narrow_whitespace(pattern: str) -> str:
-    """The expression with JSON's whitespace for `\\s`, which has other characters too."""
+    """Replace `\\s`, which matches other characters too, by JSON's whitespace."""
 
     def narrow(unit: str) -> str:
         return re.sub(r"\\.", lambda escape: _JSON_SPACE if escape[0] == r"\s" else escape[0], unit, flags=re.DOTALL)
@@ -72,7 +73,7 @@ def narrow_whitespace(pattern: str) -> str:
 
 
 def closes_unopened_group(pattern: str) -> bool:
-    """Whether the expression would change the meaning of what surrounds it."""
+    """Whether the expression would change the meaning of the text around it."""
     depth = 0
     for unit in split_units(pattern):
         depth += (unit == "(") - (unit == ")")

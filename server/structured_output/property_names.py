@@ -1,4 +1,4 @@
-"""`propertyNames` as `patternProperties`, which llguidance has."""
+"""Rewrite `propertyNames` as `patternProperties`, which llguidance supports."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from serve_llm.server.structured_output.pattern import quote_pattern, split_unit
 from serve_llm.server.structured_output.schema_walk import KEYWORDS, Schema, add_part
 from serve_llm.server.structured_output.string_formats import FORMATS, normalize_format
 
-_MAX_REFERENCES = 8  # that lead to each other
+_MAX_REFERENCES = 8  # maximum length of a chain of references
 _LENGTHS = frozenset(("minLength", "maxLength"))
 _NEUTRAL = frozenset(("$defs", "definitions"))
 _ANY = "(?s:.)"
 _CHARACTER = r"(?:\\[dDwWsS]|\\[^\w\s]|\[\^?(?:\\.|[^]\\])+\]|[^\\^$*+?()\[\]{}|])"
 _QUANTIFIER = r"(?:[*+?]|\{[0-9]{1,9}(?:,[0-9]{0,9})?\})"
 _UNIT = re.compile(f"({_CHARACTER})({_QUANTIFIER}?)", re.DOTALL)
-_UNITS = re.compile(rf"\^((?:{_CHARACTER}{_QUANTIFIER}?)+)\$", re.DOTALL)  # characters and nothing else
-# An expression whose meaning is the same in Python for names in one line.
+_UNITS = re.compile(rf"\^((?:{_CHARACTER}{_QUANTIFIER}?)+)\$", re.DOTALL)  # only characters
+# An expression with the same meaning in Python, for names in one line.
 _COMMON = re.compile(
     rf"(?:[a-zA-Z0-9_ /:@.,-]|\\[./-]|\[\^?[a-zA-Z0-9_./-]+\]|[\^$|)]|\((?:\?:)?|(?<![*+?}}]){_QUANTIFIER})*"
 )
 _LINE_ENDS = re.compile("[\n\r\u2028\u2029]")
 
-# What names may be: one of these texts, or what an expression matches; True: anything, False: nothing.
+# Possible names: one of these texts, or matches of an expression; True: anything, False: nothing.
 Names = frozenset[str] | str | bool
 
 
 class _UnknownNames(Exception):
-    """It is not known how to write the names."""
+    """There is no known way to write the names."""
 
 
 def rewrite_property_names(schema: Schema, disjoint: DisjointSchemas) -> None:
-    """What cannot be written stays, to be refused."""
+    """What cannot be rewritten stays, to be refused."""
     if "propertyNames" not in schema:
         return
     try:
@@ -120,7 +120,7 @@ def _intersect(one: Names, other: Names) -> Names:
 
 
 def _match(texts: frozenset[str], pattern: str) -> frozenset[str]:
-    """The texts that an expression matches."""
+    """Return the texts that an expression matches."""
     if not _COMMON.fullmatch(pattern) or any(map(_LINE_ENDS.search, texts)):
         raise _UnknownNames
     try:
@@ -142,7 +142,7 @@ def _unite(parts: list[Names]) -> Names:
 
 
 def _unite_exclusive(parts: list[Names]) -> Names:
-    """Names that exactly one part allows: those of any, if no name is in two of them."""
+    """Return names that exactly one part allows: those of any part, if no name is in two of them."""
     for index, part in enumerate(parts):
         for other in parts[:index]:
             if _intersect(part, other):
@@ -158,7 +158,7 @@ _JOIN: dict[str, Callable[[list[Names]], Names]] = {
 
 
 def _write_whole(pattern: str) -> str:
-    """The expression that matches the whole of the texts that `pattern` is found in."""
+    """Return the expression that matches whole texts in which `pattern` is found."""
     try:
         units = split_units(translate_pattern(pattern))
     except GrammarError:
@@ -193,7 +193,7 @@ def _limit_lengths(names: Names, least: object, most: object) -> Names:
 
 
 def _limit_pattern(pattern: str, least: int, most: int | None) -> str | bool:
-    """An expression of characters of which one at most is repeated, with as few and as many as the lengths allow."""
+    """Return an expression of characters of which at most one is repeated, with lengths limited to the range."""
     found = _UNITS.fullmatch(pattern)
     units = _UNIT.findall(found[1]) if found else []
     repeated = [index for index, (_, quantifier) in enumerate(units) if quantifier]

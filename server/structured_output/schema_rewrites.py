@@ -1,4 +1,4 @@
-"""Write JSON schemas in other keywords of the same meaning, where llguidance lacks one or reads it differently."""
+"""Rewrite JSON schemas with other keywords of the same meaning, where llguidance lacks one or reads it differently."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from serve_llm.server.structured_output.string_formats import normalize_format
 
 _INT32 = 2**31
 
-_MAX_NAMED = 16  # properties of which one must be there
-_MAX_WAYS = 50  # that oneOf may have
-_MAX_OVERLAPS = 100  # pairs of ways that may both be valid: each is written with the opposite of the other
+_MAX_NAMED = 16  # maximum number of properties of which one is required
+_MAX_WAYS = 50  # maximum number of branches of oneOf
+_MAX_OVERLAPS = 100  # maximum pairs of branches that may both be valid: each is written with the opposite of the other
 
 
 def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str], draft: object) -> None:
@@ -65,7 +65,7 @@ def _rewrite_patterns(schema: Schema) -> None:
 
 
 def _rewrite_format(schema: Schema) -> None:
-    """int32 is OpenAPI's. Its int64, float and double hold for every number that is written."""
+    """Handle formats. int32 is OpenAPI's; its int64, float and double match every number that is written."""
     name = schema.get("format")
     if not isinstance(name, str):
         return
@@ -79,7 +79,7 @@ def _rewrite_format(schema: Schema) -> None:
 
 
 def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
-    """What must hold if an object has a property: it has others, or a schema holds."""
+    """Return what must hold if an object has a property: it has others, or a schema is valid."""
     found = schema.get(keyword)
     if not isinstance(found, dict):
         return
@@ -110,7 +110,7 @@ def _allows_numbers(schema: Schema) -> bool:
 
 
 def _replace_integers(schema: object) -> object:
-    """What excludes the same values beside a type that has no numbers, or integers only."""
+    """Return a replacement that excludes the same values next to a type that has no numbers, or only integers."""
     if not isinstance(schema, dict) or "type" not in schema:
         return schema
     named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -118,7 +118,7 @@ def _replace_integers(schema: object) -> object:
 
 
 def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
-    """Each way, without what the ways that it does not exclude by itself allow too."""
+    """Return each branch, without what other branches allow too."""
     found = schema.get("oneOf")
     if not isinstance(found, list) or not 1 < len(found) <= _MAX_WAYS:
         return
@@ -140,7 +140,7 @@ def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
 
 
 def _find_keys(schema: object, disjoint: DisjointSchemas) -> Set[str] | None:
-    """All keys that objects may have under a schema, if it lists them."""
+    """Return all keys that objects may have under a schema, if it lists them."""
     if isinstance(schema, dict) and "$ref" in schema:
         targets = list(disjoint.resolve(schema))
         schema = targets[0] if len(targets) == 1 else None
@@ -163,12 +163,12 @@ def _rewrite_if(schema: Schema, disjoint: DisjointSchemas) -> None:
 
 
 def _to_schema(value: object) -> Schema | bool | None:
-    """None for what is no schema."""
+    """Return None for anything that is not a schema."""
     return value if isinstance(value, dict | bool) else None
 
 
 def _rewrite_min_properties(schema: Schema) -> None:
-    """At least one property, which may be a named one or another."""
+    """Require at least one property, which may be a named one or another."""
     named = schema.get("properties")
     required = schema.get("required", [])
     if schema.get("minProperties") != 1 or not isinstance(named, dict) or not isinstance(required, list):
@@ -184,7 +184,7 @@ def _rewrite_min_properties(schema: Schema) -> None:
 
 
 def _join_patterns(schema: Schema) -> None:
-    """Put keywords side by side. llguidance reads those before and after anyOf, enum and so on by themselves."""
+    """Combine keywords. llguidance reads those before and after anyOf, enum and so on separately."""
     if "patternProperties" in schema and "additionalProperties" in schema:
         names = ("properties", "patternProperties", "additionalProperties")
         joined = {name: schema.pop(name) for name in names if name in schema}

@@ -1,4 +1,4 @@
-"""Subschemas of a JSON schema, with those that references lead to."""
+"""Iterate over the subschemas of a JSON schema, including those that references lead to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Subschema(NamedTuple):
 
 
 def walk(schema: Schema) -> Iterator[Subschema]:
-    """A schema and all its subschemas, in the order of the text. What a $ref points to is one, wherever it is."""
+    """Yield a schema and all its subschemas, in the order of the text. The target of a $ref is one, wherever it is."""
     root = Subschema("", schema)
     resources = {resource.pointer: resource for resource in list_resources(root)}
     by_name: dict[str, list[Subschema]] = {}  # by the end of the URI
@@ -52,7 +52,7 @@ def walk(schema: Schema) -> Iterator[Subschema]:
 
 
 def list_resources(root: Subschema) -> Iterator[Subschema]:
-    """What the pointer of a $ref may begin at: the whole and every part with its own URI, wherever it is."""
+    """List the possible starting points of a $ref's pointer: the whole schema and every part with its own URI."""
     yield root
     stack = [root]
     while stack:
@@ -72,7 +72,7 @@ def _get_uri_name(schema: object) -> str:
 
 
 def _list_prefixes(pointer: str) -> Iterator[str]:
-    """A JSON pointer and those to what is around."""
+    """Return a JSON pointer and those of its ancestors."""
     yield pointer
     while pointer:
         pointer = pointer.rpartition("/")[0]
@@ -80,7 +80,7 @@ def _list_prefixes(pointer: str) -> Iterator[str]:
 
 
 def list_members(value: object) -> Iterable[tuple[str, object]]:
-    """By the names that a JSON pointer has for them."""
+    """Return members by their names in a JSON pointer."""
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, list):
@@ -104,14 +104,14 @@ def list_subschemas(parent: Subschema) -> Iterator[Subschema]:
 
 
 def add_part(schema: Schema, part: Schema | bool) -> None:
-    """Make a part valid too. A malformed allOf stays as it is, to be refused."""
+    """Require a part to be valid too. A malformed allOf stays unchanged, to be refused."""
     others = schema.setdefault("allOf", [])
     if isinstance(others, list):
         others.append(part)
 
 
 def find_targets(resource: Subschema, place: Subschema) -> Iterator[Subschema]:
-    """What the pointer of a $ref leads to from a resource, if anything."""
+    """Return what the pointer of a $ref leads to from a resource, if anything."""
     reference = place.schema.get("$ref") if isinstance(place.schema, dict) else None
     if not isinstance(reference, str):
         return

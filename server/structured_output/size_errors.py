@@ -1,4 +1,4 @@
-"""Name the keyword to blame when a JSON schema exceeds a limit: the one that holds most of the schema."""
+"""Name the keyword to blame when a JSON schema exceeds a limit: the one that contains most of the schema."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _size_of_scalar(value: object) -> int:
 
 
 def _count_values(value: object) -> dict[int, int]:
-    """By the id of each object and list: how many values are in it, at any depth."""
+    """Return, by the id of each object and list, the number of values in it, at any depth."""
     found: list[object] = []
     stack = [value]
     while stack:
@@ -43,7 +43,7 @@ def _count_values(value: object) -> dict[int, int]:
         found.append(container)
         stack += [member for _, member in list_members(container) if isinstance(member, dict | list)]
     sizes: dict[int, int] = {}
-    for container in reversed(found):  # what is inside comes after what is around it
+    for container in reversed(found):  # contents come after their container
         sizes[id(container)] = 1 + sum(
             sizes.get(id(member)) or _size_of_scalar(member) for _, member in list_members(container)
         )

@@ -6,7 +6,7 @@ from llguidance import LLTokenizer
 
 
 def split_special_tokens(tokenizer: LLTokenizer, text: str) -> list[str | int]:
-    """A text, with the ids of the special tokens in it."""
+    """Split a text at the special tokens in it, which become ids."""
     pieces: list[str | int] = []
     ordinary: list[int] = []
     for token_id in tokenizer.tokenize_str(text, parse_special=True):

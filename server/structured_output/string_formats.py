@@ -8,7 +8,7 @@ _NAMES = frozenset(
     "date date-time duration email hostname idn-email idn-hostname ipv4 ipv6 iri iri-reference json-pointer regex "
     "relative-json-pointer time uri uri-reference uri-template uuid".split()
 )
-_RENAMED = {"host-name": "hostname", "ip-address": "ipv4"}  # as draft 3 spelt them
+_RENAMED = {"host-name": "hostname", "ip-address": "ipv4"}  # draft 3's spelling
 
 _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
 _DATE = f"[0-9]{{4}}-{_DAY}"
@@ -30,7 +30,7 @@ def _write_ipv6() -> str:
     ways = [f"{_GROUP}(:{_GROUP}){{7}}"]
     for num_before in range(8):
         before = f"{_GROUP}(:{_GROUP}){{{num_before - 1}}}" if num_before else ""
-        num_after = 7 - num_before  # at most, because the colons stand for one group or more
+        num_after = 7 - num_before  # maximum, because the colons stand for at least one group
         after = f"({_GROUP}(:{_GROUP}){{0,{num_after - 1}}})?" if num_after else ""
         ways.append(f"{before}::{after}")
     return f"({'|'.join(ways)})"
@@ -64,7 +64,8 @@ FORMATS = {
 
 
 def normalize_format(name: object) -> str | None:
-    """The present name of a format that a draft of JSON Schema defines; None for others, which are annotations."""
+    """Return the current name of a format that a draft of JSON Schema defines; None for others, which are
+    annotations."""
     if not isinstance(name, str):
         return None
     name = _RENAMED.get(name, name)

@@ -1,6 +1,6 @@
-"""Structural tags, xgrammar's description of text with constrained regions, translated into Lark for llguidance.
+"""Translate structural tags, xgrammar's description of text with constrained regions, into Lark for llguidance.
 
-llguidance reads a text as terminals, each as long as possible and without going back. So what is regular becomes one
+llguidance reads a text as terminals, each as long as possible and without backtracking. So what is regular becomes one
 terminal together with its neighbours, and free text excludes whatever ends it.
 """
 
@@ -36,23 +36,23 @@ MAX_REPEAT = 10_000  # for the format `repeat`
 
 
 class PartCompiler(Protocol):
-    """Checks the parts of a structural tag that other languages describe. Its methods raise GrammarError."""
+    """Checks the parts of a structural tag in other languages. Its methods raise GrammarError."""
 
     def write_json(self, schema: object) -> object:
-        """A JSON schema as llguidance takes it, options included."""
+        """Write a JSON schema as llguidance takes it, including options."""
 
     def write_regex(self, pattern: str) -> str:
-        """A regex as a Lark terminal."""
+        """Write a regex as a Lark terminal."""
 
     def write_lark(self, grammar: str) -> str:
-        """A Lark or GBNF grammar as Lark."""
+        """Write a Lark or GBNF grammar as Lark."""
 
     def split_special_tokens(self, text: str) -> list[str | int]:
-        """A text, with the ids of the special tokens in it."""
+        """Split a text at the special tokens in it, which become ids."""
 
 
 class _Following(NamedTuple):
-    """What comes after a format: one of `texts`, else something unknown, or nothing."""
+    """What follows a format: one of `texts`, else something unknown, or nothing."""
 
     texts: tuple[str, ...] = ()
     is_end: bool = False
@@ -63,7 +63,7 @@ _UNKNOWN = _Following()
 
 
 def parse_structural_tag(value: object) -> Mapping[str, object]:
-    """The object of a structural tag, which may be JSON text. Raises GrammarError."""
+    """Return the object of a structural tag, which may be JSON text. Raises GrammarError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -76,7 +76,7 @@ def parse_structural_tag(value: object) -> Mapping[str, object]:
 
 
 def write_structural_tag(tag: Mapping[str, object], parts: PartCompiler) -> str:
-    """The grammar of a structural tag, {"format": ...} or the older {"structures": ..., "triggers": ...}.
+    """Write the grammar of a structural tag, {"format": ...} or the older {"structures": ..., "triggers": ...}.
 
     Raises GrammarError.
     """
@@ -95,7 +95,7 @@ def write_structural_tag(tag: Mapping[str, object], parts: PartCompiler) -> str:
 
 
 def _upgrade(tag: Mapping[str, object]) -> Format:
-    """The older form in terms of the newer one."""
+    """Convert the older form to the newer one."""
     tags = []
     for index, structure in enumerate(check_list(tag["structures"], "", "structures")):
         pointer = f"/structures/{index}"
@@ -128,7 +128,7 @@ class _TagWriter:
         return json.dumps({"grammars": [main, *self._subgrammars]}, ensure_ascii=False)
 
     def _name_terminals(self, items: Sequence[Symbol]) -> str:
-        """The body of a rule."""
+        """Write the body of a rule."""
         words = []
         for item in items:
             if item.is_terminal:
@@ -172,7 +172,7 @@ class _TagWriter:
                 return [self._group([content], suffix)]
 
     def _write_text(self, text: str) -> Symbols:
-        """Items for a fixed text; special tokens in it are written as such."""
+        """Write items for a fixed text; special tokens in it are written as such."""
         return [
             write_special_token(piece) if isinstance(piece, int) else write_literal(piece)
             for piece in self._parts.split_special_tokens(text)
@@ -202,7 +202,7 @@ class _TagWriter:
         )
 
     def _write_tag(self, format_: Format, trigger: str, pointer: str, following: _Following) -> Symbols:
-        """trigger: the part of `begin` that has been written already."""
+        """trigger: the part of `begin` that is already written."""
         begin = check_text(format_, "begin", pointer)
         ends = check_ends(format_["end"], pointer)
         after = _Following(ends) if all(ends) else following
@@ -246,7 +246,7 @@ class _TagWriter:
         return [first, more, text] if at_least_one else [more, text]
 
     def _group(self, alternatives: Sequence[Symbols], suffix: str = "") -> Symbol:
-        """One of several lists of items, repeated as `suffix` says."""
+        """Write one of several lists of items, repeated as `suffix` says."""
         if all(len(items) == 1 and items[0].is_terminal for items in alternatives):
             return Symbol(f"({' | '.join(items[0].expression for items in alternatives)}){suffix}", is_terminal=True)
         bodies = [self._name_terminals(items) for items in alternatives]
@@ -254,7 +254,7 @@ class _TagWriter:
 
 
 def _write_free_text(excluded: Iterable[str], following: _Following, pointer: str) -> Symbol:
-    """A terminal for any text without the texts that are excluded and those that end it."""
+    """Write a terminal for any text without the excluded texts and those that end it."""
     if not following.is_end and not following.texts:
         raise GrammarError("free text must be the last part, or a fixed text must follow that ends it", pointer)
     forbidden = dict.fromkeys((*excluded, *following.texts))
@@ -262,7 +262,7 @@ def _write_free_text(excluded: Iterable[str], following: _Following, pointer: st
 
 
 def _find_opening(value: object) -> _Following:
-    """The fixed text with which a format begins."""
+    """Return the fixed text with which a format begins."""
     if isinstance(value, dict):
         text = value.get({"const_string": "value", "tag": "begin"}.get(str(value.get("type")), ""))
         if isinstance(text, str) and text:
@@ -275,7 +275,7 @@ def _find_opening(value: object) -> _Following:
 
 @contextlib.contextmanager
 def _at(pointer: str, keyword: str | None = None) -> Iterator[None]:
-    """Place the errors of a part: `pointer` leads to it, `keyword` is its field in the structural tag."""
+    """Add the place to errors of a part: `pointer` leads to it, `keyword` is its field in the structural tag."""
     try:
         yield
     except GrammarError as error:

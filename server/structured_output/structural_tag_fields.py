@@ -1,6 +1,6 @@
-"""The formats of structural tags: their fields and the values that these may have.
+"""The formats of structural tags: their fields and allowed values.
 
-Every function raises GrammarError with the pointer that it is given, which leads to the format, and the field's name.
+Every function raises GrammarError with the given pointer, which leads to the format, and the field's name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from serve_llm.server.structured_output.errors import GrammarError
 _REQUIRED = object()
 _COMPOUND: dict[str, object] = {"content": _REQUIRED}
 
-# The fields of each format, with their defaults. xgrammar writes out all of them.
+# The fields of each format, with their defaults. xgrammar writes all of them.
 _FIELDS: dict[str, dict[str, object]] = {
     "const_string": {"value": _REQUIRED},
     "json_schema": {
@@ -52,7 +52,7 @@ Format = Mapping[str, object]
 
 
 def check_format(value: object, pointer: str) -> Format:
-    """The fields of a format, defaults included. Raises GrammarError for fields that it does not have."""
+    """Return the fields of a format, including defaults. Raises GrammarError for fields that it does not have."""
     if not isinstance(value, dict):
         raise GrammarError("must be an object", pointer)
     kind = value.get("type")
@@ -89,7 +89,7 @@ def check_texts(value: object, pointer: str, name: str) -> tuple[str, ...]:
 
 
 def check_ends(value: object, pointer: str) -> tuple[str, ...]:
-    """The texts of which one ends a tag."""
+    """Return the texts of which one ends a tag."""
     if isinstance(value, str):
         _check_characters(value, pointer, "end")
         return (value,)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from serve_llm.server.structured_output.pattern import quote_pattern, split_units
 
-_MAX_CHARACTERS = 4000  # in all texts together
-_MAX_LENGTH = 100  # characters in one text: each character is a group inside another
+_MAX_CHARACTERS = 4000  # limit on all texts together
+_MAX_LENGTH = 100  # limit on one text: each character is a group nested in another
 _ANY = "(?s:.)"
 _OPPOSITES = {r"\d": r"\D", r"\D": r"\d", r"\w": r"\W", r"\W": r"\w", r"\s": r"\S", r"\S": r"\s"}
 _LITERAL = re.compile(r"[^\\.^$*+?()\[\]{}|]|\\([^\w\s])", re.DOTALL)
@@ -17,9 +17,9 @@ Trie = dict[str, "Trie"]  # by the next character; "" stands for the end of a te
 
 
 def negate_texts(texts: Iterable[str], *, and_longer: bool = False) -> str | None:
-    """An expression for all texts that are none of these; None if there is none, or if it would be too long.
+    """Return an expression for all texts except these; None if there is none, or if it would be too long.
 
-    and_longer: the texts do not begin with one of these either.
+    and_longer: also exclude texts that begin with one of these.
     """
     texts = list(texts)
     if sum(map(len, texts)) > _MAX_CHARACTERS or max(map(len, texts), default=0) > _MAX_LENGTH:
@@ -36,9 +36,9 @@ def negate_texts(texts: Iterable[str], *, and_longer: bool = False) -> str | Non
 
 
 def negate_pattern(pattern: str) -> str | None:
-    """An expression, in the same syntax, for all texts that `pattern` does not match; None if none is known.
+    """Return an expression, in the same syntax, for all texts that `pattern` does not match; None if none is known.
 
-    Known are those of fixed texts from the start on, and those of one class of characters.
+    Supports fixed texts from the start on, and one class of characters.
     """
     units = split_units(pattern)
     is_anchored = units[:1] == ["^"]
@@ -61,7 +61,7 @@ def negate_pattern(pattern: str) -> str | None:
 
 
 def _negate(node: Trie, and_longer: bool) -> str:
-    """What may follow the characters that lead to a node."""
+    """Return what may follow the characters that lead to a node."""
     nexts = {character: child for character, child in node.items() if character}
     others = f"[^{''.join(map(quote_pattern, nexts))}]" if nexts else _ANY
     ways = [f"{others}{_ANY}*"]
@@ -72,7 +72,8 @@ def _negate(node: Trie, and_longer: bool) -> str:
 
 
 def _list_texts(units: list[str]) -> list[str] | None:
-    """The fixed texts that a part of an expression matches; None if it is no text, and no group of texts."""
+    """Return the fixed texts that a part of an expression matches; None if it is neither a text nor a group of
+    texts."""
     if units[:1] == ["("] and units[-1:] == [")"]:
         units = units[3:-1] if units[1:3] == ["?", ":"] else units[1:-1]
     elif "|" in units:
@@ -90,7 +91,7 @@ def _list_texts(units: list[str]) -> list[str] | None:
 
 
 def _negate_class(unit: str) -> str | None:
-    """What matches the characters that a class, or a single character, does not match."""
+    """Return an expression for the characters that a class, or a single character, does not match."""
     if unit in _OPPOSITES:
         return _OPPOSITES[unit]
     if unit.startswith("[") and len(unit) > 2:

@@ -13,14 +13,14 @@ from serve_llm.server.structured_output.params import StructuredOutputs
 
 
 class TurnForm(msgspec.Struct, frozen=True, kw_only=True):
-    tools: tuple[Tool, ...]  # all of the request
+    tools: tuple[Tool, ...]  # all tools of the request
     tool_choice: ToolChoice
     parallel_tool_calls: bool
     in_reasoning: bool  # whether the prompt has opened the reasoning
     structured_outputs: StructuredOutputs | None  # for the content
 
     def list_parts(self) -> Iterator[StructuredOutputs]:
-        """What must be enforced inside the turn, as requests of their own."""
+        """Return what must be enforced inside the turn, as separate requests."""
         if self.structured_outputs is not None:
             yield self.structured_outputs
         for tool in self.tool_choice.select(self.tools):
@@ -29,7 +29,7 @@ class TurnForm(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def param(self) -> str:
-        """The parameter that an error about the whole turn names."""
+        """The parameter named in an error about the whole turn."""
         wanted = self.structured_outputs
         return "tools" if wanted is None or self.tools else wanted.name_param(wanted.kind)
 
@@ -38,7 +38,7 @@ GrammarSource = StructuredOutputs | TurnForm
 
 
 def encode_source(source: GrammarSource) -> bytes:
-    """As JSON: schemas may hold integers that msgpack cannot write."""
+    """Encode as JSON: schemas may contain integers that msgpack cannot write."""
     return json.dumps([isinstance(source, TurnForm), msgspec.to_builtins(source)]).encode()
 
 
@@ -48,10 +48,10 @@ def decode_source(content: bytes) -> GrammarSource:
 
 
 def compute_key(source: GrammarSource) -> bytes:
-    """Equal where the grammar and its errors are equal."""
+    """Return a key that is equal if and only if the grammar and its errors are equal."""
     return hashlib.sha256(encode_source(source)).digest()
 
 
 def name_param(source: GrammarSource) -> str:
-    """The parameter that an error about the whole source names."""
+    """Return the parameter named in an error about the whole source."""
     return source.param if isinstance(source, TurnForm) else source.name_param(source.kind)

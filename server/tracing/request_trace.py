@@ -20,7 +20,7 @@ from serve_llm.server.http.errors import answer_for
 from serve_llm.server.metrics.meter import Clock
 from serve_llm.server.response.builder import ResponseMeta
 
-# The operations that the semantic conventions name; others have the name of their job.
+# Operations named by the semantic conventions; others are named after their job.
 _OPERATIONS = {
     "completion": "text_completion",
     "infill": "text_completion",
@@ -73,7 +73,7 @@ class RequestTrace:
         generation.on_end = self._end_with
 
     def _end_with(self, generation: Generation) -> None:
-        """The generation has ended, whether or not it is complete."""
+        """Record that the generation has ended, whether or not it is complete."""
         if not self._span.is_recording():
             return
         times = generation.counts(with_times=True).times
@@ -94,7 +94,7 @@ class RequestTrace:
         self._end(generation.error)
 
     def fail(self, error: BaseException) -> None:
-        """The request ends with an error. Does nothing if its generation has ended before."""
+        """End the trace with an error. Does nothing if the generation has ended before."""
         if self._span.is_recording():
             self._end(error)
 
@@ -106,7 +106,7 @@ class RequestTrace:
         self._span.end(self._to_epoch(self._clock.read()))
 
     def _add_replays(self, generation: Generation) -> None:
-        """One child per crash, for all choices that it interrupted."""
+        """Add one child span per crash, for all choices that it interrupted."""
         by_crash: dict[float, list[Replay]] = {}
         for choice in generation.choices:
             for replay in choice.submitted.replays:
@@ -146,7 +146,8 @@ def to_nanoseconds(seconds: float) -> int:
 
 
 def _find_engines(generation: Generation, start: float, end: float) -> list[int]:
-    """Indices of the engines that had the choices between these clock times, judging by their outputs and losses."""
+    """Return the indices of the engines that had the choices between these clock times, judging by their outputs and
+    losses."""
     found: set[int] = set()
     for choice in generation.choices:
         replays = choice.submitted.replays

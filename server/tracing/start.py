@@ -9,11 +9,12 @@ from serve_llm.common.errors import OptionError
 if TYPE_CHECKING:
     from serve_llm.server.tracing.tracing import Tracing
 
-EXPORT_SECONDS = 2.0  # for the last spans to leave when a process stops
+EXPORT_SECONDS = 2.0  # time for the last spans to be sent when a process stops
 
 
 def start_tracing(endpoint: str | None) -> Tracing | None:
-    """None without an endpoint. Raises OptionError if OpenTelemetry is not installed, or a file cannot be written."""
+    """Return None without an endpoint. Raises OptionError if OpenTelemetry is not installed, or a file cannot be
+    written."""
     if endpoint is None:
         return None
     try:

@@ -22,9 +22,11 @@ from serve_llm.server.tracing.request_trace import RequestTrace, name_operation,
 
 
 def create_exporting_processor(endpoint: str) -> SpanProcessor:
-    """Exports finished spans in a thread. endpoint: URL that takes traces by OTLP over HTTP, or that of a file.
+    """Return a processor that exports finished spans in a thread. endpoint: URL that accepts traces by OTLP over HTTP,
+    or that of a file.
 
-    Raises OSError if the file cannot be opened."""
+    Raises OSError if the file cannot be opened.
+    """
     parts = urlsplit(endpoint)
     if parts.scheme == "file":
         return BatchSpanProcessor(_create_file_exporter(unquote(parts.path)))
@@ -33,7 +35,7 @@ def create_exporting_processor(endpoint: str) -> SpanProcessor:
 
 def _create_file_exporter(path: str) -> SpanExporter:
     """Appends a line of OTLP in JSON for each batch of spans."""
-    from opentelemetry.exporter.otlp.json.file import FileSpanExporter  # a package of its own
+    from opentelemetry.exporter.otlp.json.file import FileSpanExporter  # in a separate package
 
     exporter: SpanExporter = FileSpanExporter(path)
     return exporter
@@ -45,7 +47,7 @@ class Tracing:
     def __init__(self, processor: SpanProcessor) -> None:
         """processor: gets each span when it ends."""
         package_version = version("serve-llm")
-        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say comes last and wins.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come last and win.
         resource = Resource.create({"service.name": "serve-llm", "service.version": package_version})
         resource = resource.merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -73,5 +75,5 @@ class Tracing:
         return RequestTrace(self._tracer, span, operation, arrival, clock, epoch_offset)
 
     def stop(self) -> None:
-        """Export what has ended, which may take as long as the collector's answer."""
+        """Export finished spans, which may take as long as the collector's answer."""
         self._provider.shutdown()

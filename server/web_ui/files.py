@@ -12,7 +12,7 @@ PAGE_FILES = {"/": FOLDER / "index.html"} | {
     if path.suffix in (".css", ".js", ".mjs")
 }
 
-# Only files of this server run and load, nothing else may embed the page, and no text can become HTML.
+# Only files of this server may run and load, other sites must not embed the page, and no text can become HTML.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; form-action 'none'; "
     "base-uri 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -26,5 +26,5 @@ HEADERS = {
 
 
 def build_headers(path: str) -> dict[str, str]:
-    """Those of the answer to a path in PAGE_FILES."""
+    """Return the headers for a path in PAGE_FILES."""
     return {"content-type": f"{MEDIA_TYPES[PAGE_FILES[path].suffix]}; charset=utf-8", **HEADERS}
