@@ -1,13 +1,15 @@
-"""For all tests: one thread for torch in this process; tiny models only lose by more. Daemons choose their own number,
-and as other tests need the cores, their threads do not spin while they wait.
+"""Configuration of all tests.
 
-`--cpu-isa avx2` runs them, and the processes that they start, as on a processor that has no more than that.
+torch uses one thread in this process, because tiny models only lose by more. Daemons choose their own number of
+threads; these do not spin while waiting, because other tests need the cores.
 
-Triton's kernels run in its interpreter, which must be said before anything imports triton.
+`--cpu-isa avx2` runs the tests, and the processes that they start, as on a processor without newer instruction sets.
 
-A test may configure logging as a daemon does; afterwards the loggers are as they were.
+Triton's kernels run in its interpreter, which must be selected before anything imports triton.
 
-A test with the marker `pairs` must use the features that it names together: see `support.observed`.
+A test may configure logging as a daemon does; the loggers are restored afterwards.
+
+A test with the marker `pairs` must use the named features together: see `support.observed`.
 
 Hypothesis draws the same examples in every run; `--hypothesis-profile random` draws new ones.
 """
@@ -30,8 +32,8 @@ settings.load_profile("repeatable")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["TRITON_INTERPRET"] = "1"
-os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as engine processes have it
-# For Triton's interpreter: OpenBLAS' kernels for AVX2 give a row other bits at another position in a tile.
+os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as in engine processes
+# For Triton's interpreter: OpenBLAS' AVX2 kernels give a row different bits at another position in a tile.
 os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
@@ -58,10 +60,10 @@ def restore_loggers() -> Iterator[None]:
 
 @dataclass
 class PairsOfTest:
-    """What is known of a test function with the marker `pairs`, or of its slow items."""
+    """What is known about a test function with the marker `pairs`, or about its slow items."""
 
     pairs: set[str] = field(default_factory=set)
-    required: set[str] = field(default_factory=set)  # ids of the items that use all pairs together
+    required: set[str] = field(default_factory=set)  # ids of the items that together use all pairs
     done: set[str] = field(default_factory=set)
     seen: set[frozenset[str]] = field(default_factory=set)
 
@@ -70,14 +72,14 @@ PAIRS = pytest.StashKey[dict[tuple[str, bool], PairsOfTest]]()
 
 
 def find_group(item: pytest.Item) -> tuple[str, bool]:
-    """Of the items that use pairs of features together: a function's name, and whether they are slow."""
+    """Return the group of an item that uses pairs of features: the function's name, and whether the item is slow."""
     return item.nodeid.partition("[")[0], item.get_closest_marker("slow") is not None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """The items of a function that are not slow must use the pairs of its markers without `slow`, the others those of
-    all its markers but these; a function that is slow as a whole, all pairs."""
+    """Collect the pairs that items must use: items that are not slow, those of the markers without `slow`; slow items,
+    those of the other markers; a function that is slow as a whole, all pairs."""
     groups: defaultdict[tuple[str, bool], PairsOfTest] = defaultdict(PairsOfTest)
     config.stash[PAIRS] = groups
     if any("[" in argument for argument in config.args):
@@ -114,7 +116,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything imports torch, which reads the variables when it is loaded."""
+    """Runs before anything imports torch, which reads the variables when it is loaded."""
     isa = config.getoption("--cpu-isa")
     if isa is None:
         return

@@ -1,4 +1,4 @@
-"""One daemon on the bundled demo model, shared by the tests that only talk to it; what one process answers."""
+"""A daemon with the bundled demo model, shared by tests that only send requests; and a single process's answers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def server() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def continuations() -> list[str]:
-    """What one process answers to `nodes.body()`."""
+    """A single process's answers to `nodes.body()`."""
     with Daemon("demo", *SMALL) as daemon:
         return complete(daemon.wait_until_serving())

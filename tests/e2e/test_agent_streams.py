@@ -47,7 +47,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 class EventStream(threading.Thread):
-    """One stream of events. `has_begun` is set when some of a call's arguments are there."""
+    """One stream of events. `has_begun` is set when some of a call's arguments have arrived."""
 
     def __init__(self, url: str, path: str, body: Json) -> None:
         super().__init__(daemon=True)
@@ -114,7 +114,7 @@ def test_event_streams_go_on_when_the_engine_dies(daemon: Daemon) -> None:
 
 
 def without_cache(reply: Json) -> Json:
-    """Without what depends on the requests before: how much of the prompt was cached."""
+    """Drop what depends on earlier requests: how much of the prompt was cached."""
     usage = reply["usage"]
     prompt = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
     return {**reply, "usage": [prompt, usage["output_tokens"]]}
@@ -150,7 +150,7 @@ def test_anthropics_client(daemon: Daemon) -> None:
 
 @pytest.mark.slow
 def test_forced_tokens_with_stop_strings_and_engines_that_die() -> None:
-    """What is appended at once gives the text that is sampled token by token on one engine."""
+    """Forced tokens that are appended at once must give the text that one engine samples token by token."""
     names = {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in ("first_number", "second_number")}
     schema = {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
     bodies: list[Json] = [

@@ -1,4 +1,4 @@
-"""`serve-llm check` between machines in namespaces: no false alarm, and each fault by its name."""
+"""`serve-llm check` between machines in namespaces: no false alarms, and each fault is named."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_arguments_that_cannot_work(arguments: list[str], message: str) -> None:
 
 
 def test_two_nodes_on_this_host() -> None:
-    """Needs no namespaces; what this host's limits are is not the test's business."""
+    """Needs no namespaces; the limits of this host do not matter to the test."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -204,7 +204,7 @@ def test_closed_port_of_another() -> None:
 
 
 def listening_port(machine: Machine) -> int:
-    """The one TCP port on which something listens there, once something does."""
+    """Return the only TCP port with a listener, once there is one."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
         table = machine.run("cat", "/proc/net/tcp").stdout
@@ -216,7 +216,7 @@ def listening_port(machine: Machine) -> int:
 @pytest.mark.slow
 @several_machines
 def test_other_version() -> None:
-    """The other host's own report says so: there the installed version of torch is looked up as another one."""
+    """The other host's report must show its version: the installed version of torch is faked there."""
     code = (
         "import sys; from serve_llm.common import hosts; real = hosts.version; "
         "hosts.version = lambda name: '2.12.0' if name == 'torch' else real(name); "

@@ -1,6 +1,7 @@
-"""Clients and frameworks of agents, each with the calls that its quickstart shows; those that are not installed are
-skipped. The extra `clients` installs them all, with uv in seconds. The demo model knows no tools, so calls are
-required."""
+"""Agent clients and frameworks, each with the calls of its quickstart; those that are not installed are skipped.
+
+The extra `clients` installs them all, with uv in seconds. The demo model does not know tools, so calls are required.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measuring tools as a whole, on two daemons with the demo model."""
+"""The benchmark tools as a whole, on two daemons with the demo model."""
 
 from __future__ import annotations
 

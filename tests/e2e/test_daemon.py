@@ -24,7 +24,7 @@ LONG = {"model": "demo", "prompt": "import", "max_tokens": 40, "ignore_eos": Tru
 
 @contextlib.contextmanager
 def post(url: str, body: dict[str, object]) -> Iterator[http.client.HTTPResponse]:
-    """Send a request; enters when the first byte of the answer is there."""
+    """Send a request; enter the block when the first byte of the answer has arrived."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", json.dumps(body))
@@ -95,7 +95,7 @@ def test_while_draining_new_requests_are_refused() -> None:
 
 
 def lives(process: psutil.Process) -> bool:
-    """One that has ended and whom its new parent has not buried yet does not."""
+    """Whether the process is alive. A zombie that its new parent has not reaped yet does not count."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -117,7 +117,7 @@ def test_what_does_not_finish_in_time_is_ended_with_the_reason() -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_everything_within_two_seconds() -> None:
-    """Also with a stream that nobody reads, and an engine that does not answer."""
+    """Even with a stream that nobody reads, and an engine that does not respond."""
     with Daemon("demo") as daemon, post(url := daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
         answer.readline()
         children = psutil.Process(daemon.process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""What the dashboard and the alerts ask for is what a real daemon's /metrics answers."""
+"""Everything that the dashboard and the alerts query is in a real daemon's /metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""docs/distributed.md: what can run on a CPU runs as it stands, and the rest names options and files that exist.
+"""docs/distributed.md: what can run on a CPU runs as written, and the rest names existing options and files.
 
-Each block of the page says what it needs after `sh`: `cpu` is run here, `examples` in test_examples.py, and the others
-(gpu, hosts, docker, kubernetes) by nobody but the reader.
+Each block of the page says after `sh` what it needs: `cpu` runs here, `examples` in test_examples.py, and the others
+(gpu, hosts, docker, kubernetes) are only run by readers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_daemon_gives_the_text_of_one_device(line: str) -> None:
 @needs_options
 @pytest.mark.parametrize("line", [line for needs, line in TOOLS if needs == "cpu"])
 def test_a_tool(line: str) -> None:
-    """`check` may find something to complain of on this machine; it then ends with 1."""
+    """`check` may find a problem on this machine; it then ends with 1."""
     done = subprocess.run([SERVE_LLM, *arguments(line)], capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr
     assert done.returncode == 0 or (" check" in line and done.returncode == 1 and "PROBLEM" in done.stdout), done.stderr
@@ -106,7 +106,7 @@ def test_what_it_points_to_exists() -> None:
 
 
 def test_the_readme_and_the_page_agree_on_the_cluster_script() -> None:
-    """Its own usage is the truth."""
+    """Its own usage text is the reference."""
     usage = subprocess.run(["bash", str(ROOT / "deploy/run_cluster.sh")], capture_output=True, text=True, timeout=20)
     assert usage.returncode == 2 and "<image> <head ip> --head|--worker <hf home>" in usage.stderr
     lines = [line for _, line in COMMANDS if "run_cluster.sh" in line]

@@ -1,5 +1,5 @@
-"""Data-parallel engines on several hosts without Ray, on machines in network namespaces: the tokens of one rank, and no
-stream is lost when a machine is. Limits are generous."""
+"""Data-parallel engines on several hosts without Ray, on machines in network namespaces: same tokens as one rank, and
+no stream is lost with a machine. Limits are generous."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_experts_on_several_machines(nnodes: int, options: tuple[str, ...], experts: str) -> None:
-    """Streams wait for the experts of a machine that is lost, and continue when another takes its place."""
+    """Streams wait for the experts of a lost machine, and continue when another one takes its place."""
     bodies = crowd(max_tokens=300)
     tensor = options[2:4] if "-tp" in options else ()
     with Daemon(experts, "--served-model-name", "demo", *SMALL, *tensor) as alone:

@@ -1,4 +1,4 @@
-"""examples/ on a local Ray of their own, on CPUs: what `pip install '.[examples]'` makes possible."""
+"""examples/ on a local Ray, on CPUs, with what `pip install '.[examples]'` installs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SECONDS = 180.0
 
 
 def missing(*modules: str) -> list[str]:
-    """Looked for and not imported: importing Ray starts threads and warns."""
+    """Find the module without importing it: importing Ray starts threads and warns."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-# What the extras `data` and `serve` of Ray bring.
+# Dependencies of Ray's extras `data` and `serve`.
 needs_data = pytest.mark.skipif(bool(missing("ray", "pyarrow", "pandas")), reason="ray[data] is not installed")
 needs_serve = pytest.mark.skipif(bool(missing("ray", "aiohttp", "watchfiles")), reason="ray[serve] is not installed")
 pytestmark = pytest.mark.slow
 
 
 class Driver:
-    """A Python process with a small Ray of its own, its home and its temporary files in `folder`.
+    """A Python process with its own small Ray, whose home and temporary files are in `folder`.
 
-    It runs there as well: Ray puts the driver's working directory on its workers' sys.path; in the repository's root
+    It also runs there: Ray puts the driver's working directory on its workers' sys.path, and in the repository's root
     the folder `serve_llm` would hide the package.
     """
 
@@ -68,7 +68,7 @@ class Driver:
         )  # fmt: skip
 
     def finish(self, said: str = "") -> tuple[int, str]:
-        """Exit code and errors, once it has ended; `said` is given to its standard input."""
+        """Return exit code and errors once it has ended; `said` is sent to its standard input."""
         _, errors = self.process.communicate(said, timeout=SECONDS)
         return self.process.returncode, errors
 
@@ -95,7 +95,8 @@ class Driver:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Ray's sockets lie below it, and a socket's path has at most 107 characters: pytest's own folders are too deep."""
+    """Ray's sockets are in this folder, and a socket's path has at most 107 characters: pytest's folders are too
+    deep."""
     with tempfile.TemporaryDirectory(prefix="sl-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
@@ -177,7 +178,7 @@ def test_ray_serve(folder: Path) -> None:
 
 
 def text_again(url: str) -> str:
-    """The text, as soon as it is to be had again."""
+    """Return the text as soon as it is available again."""
     limit = time.monotonic() + SECONDS
     while True:
         try:
@@ -189,7 +190,7 @@ def text_again(url: str) -> str:
 
 @needs_serve
 def test_where_a_replica_is_placed(folder: Path) -> None:
-    """One that fits on a node holds its devices itself; one with stages has a bundle for each."""
+    """A replica that fits on a node holds its devices itself; one with stages has a bundle for each."""
     code = """
         import ray_serve
         assert ray_serve.place_by_stage({"tensor_parallel_size": 8, "pipeline_parallel_size": 2}) == {

@@ -1,4 +1,4 @@
-"""Two engines that share out the experts of a model, behind one front end."""
+"""Two engines that share the experts of a model, behind one front end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: str) -> Iterator[Streams]:
-    """What a single engine makes of the streams."""
+    """The result of the streams on a single engine."""
     with Daemon(model, *SMALL) as daemon:
         yield Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
 
@@ -85,7 +85,7 @@ def test_when_one_is_killed_all_are_replaced_and_the_streams_go_on(model: str, u
 
 @pytest.mark.slow
 def test_the_end_amid_steps(model: str) -> None:
-    """Each engine is told to end while the other needs it."""
+    """Each engine is told to shut down while the other one needs it."""
     with Daemon(model, *SMALL, *TWO, "--drain-timeout", "0.1") as daemon:
         daemon.wait_until_serving()
         endless = {"prompt": "x", "max_tokens": 380, "ignore_eos": True, "stream": True}

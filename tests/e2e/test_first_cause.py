@@ -1,5 +1,5 @@
-"""Whatever goes wrong, the last line on stderr names what, where and the remedy, the exit code is that of its class
-(docs/reliability.md), no traceback stands above what is no bug of ours, and no process stays."""
+"""Whatever fails, the last line on stderr names the cause, the place and the remedy, the exit code is that of its class
+(docs/reliability.md), there is no traceback unless it is a bug, and no process is left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MARK = "FIRST_CAUSE_TEST"  # a variable that all processes of a daemon inherit
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Processes that were started, by whomever, from one with this mark."""
+    """Return all processes, direct children or not, with this mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -53,14 +53,14 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def nobody_is_left(mark: str) -> bool:
-    """Within seconds: who was killed is gone a moment later."""
+    """Wait some seconds until all are gone: a killed process disappears a moment later."""
     _, alive = psutil.wait_procs(marked(mark), timeout=5)
     return not alive
 
 
 @pytest.fixture(scope="module")
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
+    """A port with a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -69,8 +69,7 @@ def taken() -> Iterator[int]:
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, taken: int
 ) -> Iterator[dict[str, Future[None]]]:
-    """Every fault that a test asks for, by its name; two at a time, for most of it is one process's waiting for
-    another."""
+    """Every requested fault by name; two at a time, because most of the time one process waits for another."""
     faults = [item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
         chosen = [fault for fault in faults if isinstance(fault, Fault)]
@@ -82,7 +81,7 @@ def outcomes(
 
 
 def start_with(fault: Fault, model: Path, taken: int) -> None:
-    """model: where the demo checkpoint is copied to, to be damaged. taken: a port."""
+    """model: where the demo checkpoint is copied, to be damaged. taken: a port."""
     shutil.copytree(resolve_model("demo"), model, ignore=shutil.ignore_patterns("__pycache__"))
     fault.damage(model)
     arguments = [argument.format(model=model, port=taken) for argument in fault.arguments]
@@ -105,7 +104,7 @@ def test_at_start(fault: Fault, outcomes: dict[str, Future[None]]) -> None:
 
 
 def complete(url: str, prompt: list[int] | str) -> int:
-    """The status of a short completion."""
+    """Return the status of a short completion."""
     body = json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 4}).encode()
     request = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
     try:
@@ -148,7 +147,7 @@ def test_past_the_last_restart(arguments: tuple[str, ...], token: int, line: str
 
 @pytest.mark.slow
 def test_a_log_that_cannot_be_written_ends_nothing(taken: int) -> None:
-    """As on a disk that is full: the service goes on, and a start that fails has the exit code of its cause."""
+    """As on a full disk: the service continues, and a failed start has the exit code of its cause."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -170,7 +169,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(taken: int) -> None:
 
 
 def ready(url: str) -> int | None:
-    """The status of /ready, None while nothing listens."""
+    """Return the status of /ready, None while nothing listens."""
     try:
         with urllib.request.urlopen(url + "/ready", timeout=10) as answer:
             return int(answer.status)

@@ -1,4 +1,4 @@
-"""A stranger's first steps: the commands of README.md and docs/quickstart.md as they stand there, but for the port."""
+"""A newcomer's first steps: the commands of README.md and docs/quickstart.md as written, except for the port."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_commands_are_read() -> None:
 
 
 class Checkout:
-    """A folder with the files of the repository, in which a stranger types commands."""
+    """A folder with the files of the repository, in which a newcomer types commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,8 @@ class Checkout:
         self._picture: subprocess.Popen[str] | None = None
 
     def type(self, command: str) -> str:
-        """What it prints. One that draws a picture runs beside those that follow, which are its load."""
+        """Run a command and return its output. One that draws a picture runs in parallel to the following ones, its
+        load."""
         if command == "make serve":
             return self._serve(command)
         if command.startswith(".venv/bin/serve-llm"):
@@ -89,7 +90,7 @@ class Checkout:
         return done.stdout
 
     def _serve(self, command: str) -> str:
-        """On a free port, and without installing anything again."""
+        """Serve on a free port, without installing anything again."""
         more = ["--old-file=.venv/.serving", "ARGS=--port 0"]
         self._server = subprocess.Popen(
             [*command.split(), *more], cwd=self.folder, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -104,7 +105,7 @@ class Checkout:
         raise AssertionError("".join(log))
 
     def interrupt(self) -> str:
-        """Ctrl-C, which make gets too, so that its exit code says nothing. Returns the rest of the log."""
+        """Send Ctrl-C, which make gets too, so that its exit code means nothing. Returns the rest of the log."""
         assert self._server is not None
         os.killpg(self._server.pid, signal.SIGINT)
         _, log = self._server.communicate(timeout=START_SECONDS)
@@ -133,7 +134,7 @@ def checkout(tmp_path: Path) -> Iterator[Checkout]:
 
 
 def chat_in_browser(url: str) -> str:
-    """The answer to a message that is sent on the page."""
+    """Return the answer to a message sent from the page."""
     from playwright.sync_api import expect
 
     from support.browsers import launch_browser

@@ -1,4 +1,4 @@
-"""Front ends on other hosts answer clients as the server itself does, and hosts may come, leave, and be lost."""
+"""Front ends on other hosts answer clients like the server itself; hosts may join, leave, and be lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Fleet:
         return self._stack.enter_context(Daemon("front-end", self.address, "--front-ends", "2", environ=SECRET))
 
     def wait_for_front_ends(self, number: int, num_spares: int = 1) -> list[int]:
-        """Until so many of the host serve and one is in reserve. Returns the process ids of those that serve."""
+        """Wait until this many of the host's front ends serve and one is spare. Returns the process ids of those
+        serving."""
 
         def are_there() -> bool:
             spares = list_front_ends(self.server, "spare")
@@ -71,7 +72,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 def call(daemon: Daemon, method: str, path: str, body: object = None) -> dict[str, Any]:
-    """Over a connection of its own, which any front end of that host may accept."""
+    """Use a new connection, which any front end of that host may accept."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(daemon.url + path, data, {"content-type": "application/json"}, method=method)
     with urllib.request.urlopen(request, timeout=60) as answer:

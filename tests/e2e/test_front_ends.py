@@ -1,4 +1,4 @@
-"""Several front ends: they may be killed and replaced at any time, and what they share is right in all of them."""
+"""Several front ends: they may be killed and replaced at any time, and their shared data stays correct."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def call(daemon: Daemon, method: str, path: str, body: object = None, status: int = 200) -> dict[str, Any]:
-    """Over a connection of its own, which any front end may accept."""
+    """Use a new connection, which any front end may accept."""
     connection = http.client.HTTPConnection(daemon.wait_until_serving().removeprefix("http://"), timeout=60)
     connection.request(method, path, None if body is None else json.dumps(body), {"x-api-key": KEY})
     with connection.getresponse() as answer:
@@ -45,7 +45,7 @@ def call(daemon: Daemon, method: str, path: str, body: object = None, status: in
 
 
 def wait_for_front_ends(daemon: Daemon, number: int) -> list[int]:
-    """Until so many serve and one is in reserve."""
+    """Wait until this many serve and one is spare."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         serving = list_front_ends(daemon)

@@ -1,4 +1,4 @@
-"""Every hostile request of the corpus gets its 4xx in seconds, while a stream beside it goes on; nothing dies."""
+"""Every hostile request of the corpus gets a 4xx within seconds, while another stream continues; nothing dies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from support.hostile_batches import batch_cases
 from support.hostile_grammars import grammar_cases, tool_cases
 from support.tools import TEMPLATE
 
-SECONDS = 20.0  # for an answer: nothing hangs, however busy the machine is
+SECONDS = 20.0  # time for an answer: nothing hangs, however busy the machine is
 GAP_SECONDS = 0.25  # 99 % of a stream's gaps are shorter
-GROWTH_BYTES = 400 * 2**20  # of the server process, with two bodies of 16 MiB under way and what they become
+GROWTH_BYTES = 400 * 2**20  # memory of the server process, with two bodies of 16 MiB in progress and their results
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def answer(address: tuple[str, int], case: Case) -> tuple[int, bytes, float]:
         try:
             client.sendall("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + case.body)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it has answered already, and reads no more
+            pass  # it has already answered, and reads no more
         response = http.client.HTTPResponse(client, method=case.method)
         response.begin()
         return response.status, response.read(), time.monotonic() - began
 
 
 class Canary(threading.Thread):
-    """Streams, one after another, until it is stopped; `gaps` in seconds."""
+    """Runs one stream after another until stopped; `gaps` in seconds."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         super().__init__(daemon=True)
@@ -85,7 +85,7 @@ class Canary(threading.Thread):
             connection.close()
 
     def percentile(self, number: int) -> float:
-        """The 99th percentile of the gaps so far, once there are so many; they are forgotten."""
+        """Return the 99th percentile of the gaps so far, once there are enough, and clear them."""
         while len(self.gaps) < number and self.is_alive():
             time.sleep(0.05)
         found, self.gaps = self.gaps, []
@@ -93,14 +93,14 @@ class Canary(threading.Thread):
         return sorted(found)[int(0.99 * len(found))]
 
     def stop(self) -> float:
-        """The 99th percentile of the gaps. Raises AssertionError if a stream did not end well."""
+        """Return the 99th percentile of the gaps. Raises AssertionError if a stream did not end well."""
         self.stopping.set()
         self.join(60)
         return self.percentile(200)
 
 
 def is_an_error(path: str, body: dict[str, Any]) -> bool:
-    """Whether a body has the shape that clients of the path read."""
+    """Whether a body has the error format that clients of this path read."""
     if path.startswith("/v1/messages"):
         return set(body) == {"type", "error", "request_id"} and set(body["error"]) == {"type", "message"}
     return set(body["error"]) == {"message", "type", "param", "code"}

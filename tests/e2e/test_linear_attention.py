@@ -1,4 +1,4 @@
-"""Streams of a model with linear attention go on when an engine dies, and are the same from a process for each rank."""
+"""Streams of a model with linear attention continue when an engine dies, and are the same with one process per rank."""
 
 from __future__ import annotations
 

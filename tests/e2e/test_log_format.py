@@ -47,7 +47,7 @@ def test_the_error_that_ends_the_start() -> None:
 
 @pytest.mark.parametrize("options", [["/nonexistent/model"], ["demo", "--no-such-option"]])
 def test_notices_and_errors_of_options(options: list[str]) -> None:
-    """They come before the options say in which form lines are written."""
+    """They are reported before the options determine the log format."""
     command = [SERVE_LLM, *options, "--port", "0", "--enable-prefix-caching", "--log-format", "json"]
     environ = os.environ | {"VLLM_API_KEY": "secret"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)

@@ -106,7 +106,7 @@ def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_pat
 @pytest.mark.pairs("LoRA + tools", "LoRA + DP", "tools + int8", "tools + logprobs", "int8 + DP", "int8 + replay")
 @pytest.mark.slow
 def test_two_engines_with_drafts_one_of_which_is_killed(adapters: list[str], tmp_path: Path) -> None:
-    """Tool calls, grammars, choices and log-probabilities, each of the base model or an adapter."""
+    """Tool calls, grammars, choices and log-probabilities, each with the base model or an adapter."""
     names: list[str | None] = [None, "a", "b"]
     talks = [body | {"model": names[number % 3], "logprobs": True} for number, body in enumerate(chats(4))]
     bodies = [*with_models(names), *talks]

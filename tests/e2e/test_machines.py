@@ -36,13 +36,13 @@ for line in urllib.request.urlopen(request, timeout=120):
 
 
 def node_on(machines: Machines, number: int, *options: str, rank: int) -> Daemon:
-    """A node of two, of which node 0 is on the first machine."""
+    """Start a node of two; node 0 is on the first machine."""
     network = ("--nnodes", "2", "--master-addr", f"{machines[0].address}:{PORT}", "--node-rank", str(rank))
     return Daemon(*options, *network, environ={"SERVE_LLM_CLUSTER_SECRET": "s3cret"}, machine=machines[number])
 
 
 def on_machines(machines: Machines, stack: ExitStack, *options: str) -> tuple[Daemon, Daemon, str]:
-    """Node 0 and 1 on the first two machines, once they serve, and the URL."""
+    """Start node 0 and 1 on the first two machines. Yields them and the URL once they serve."""
     master = stack.enter_context(node_on(machines, 0, "demo", *SMALL, *options, "--host", "0.0.0.0", rank=0))
     follower = stack.enter_context(node_on(machines, 1, rank=1))
     url = master.wait_until_serving().replace("0.0.0.0", machines[0].address)

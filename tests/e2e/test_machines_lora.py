@@ -1,6 +1,6 @@
 """Adapters on several hosts: only the engine's host has their files, and it sends them to ranks elsewhere.
 
-The machines are network namespaces; `/tmp/serve-llm-adapters-*` is a folder that each has for itself.
+The machines are network namespaces, each with its own `/tmp/serve-llm-adapters-*`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def expected(adapters: Path) -> list[list[str]]:
 
 @pytest.fixture
 def private() -> Iterator[Path]:
-    """A folder that each machine has for itself."""
+    """A folder that is private to each machine."""
     with tempfile.TemporaryDirectory(prefix="serve-llm-adapters-", dir="/tmp") as name:
         yield Path(name)
 

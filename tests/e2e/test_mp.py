@@ -1,6 +1,6 @@
-"""Ranks as processes of this host: the tokens of one rank, and what happens when something dies.
+"""Ranks as processes of this host: same tokens as one rank, and what happens when a process dies.
 
-Nothing here waits for less than a minute, and nothing looks at processes or files but its own: the machine may be busy.
+All time-outs are at least a minute, and tests look only at their own processes and files: the machine may be busy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def serve_and_complete(model: str, *options: str) -> list[str]:
 
 
 def gone(pids: Sequence[int]) -> bool:
-    """Whether these processes end."""
+    """Wait until these processes have ended."""
     left = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -69,7 +69,7 @@ def gone(pids: Sequence[int]) -> bool:
 
 
 def thread_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
-    """By thread: what it has computed so far, to the nanosecond where /proc/PID/stat counts in 10 ms."""
+    """Return the CPU seconds of each thread so far, in nanoseconds, while /proc/PID/stat counts in units of 10 ms."""
     files = [path for process in processes for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
     return {str(path): int(path.read_text().split()[0]) / 1e9 for path in files}
 
@@ -86,7 +86,7 @@ def test_ranks_compute_with_as_many_threads_as_asked_for(count: int) -> None:
             complete(url, "demo")
             after = thread_seconds([psutil.Process(pid)])
             spent = [after[thread] - before.get(thread, 0.0) for thread in after]
-            # Threads that compute share the work; all others take far less.
+            # Threads that compute share the work; all others use far less time.
             assert sum(seconds > sum(spent) / 20 for seconds in spent) == count
 
 
@@ -107,7 +107,7 @@ def test_an_idle_daemon_leaves_the_cores_alone() -> None:
 
 
 def network_addresses(daemon: Daemon) -> set[str]:
-    """Where any of a daemon's processes takes connections or datagrams: "127.0.0.1:8000"."""
+    """Return where a daemon's processes accept connections or datagrams: "127.0.0.1:8000"."""
     server = psutil.Process(daemon.process.pid)
     sockets = [found for process in (server, *server.children(recursive=True)) for found in process.net_connections()]
     return {f"{found.laddr.ip}:{found.laddr.port}" for found in sockets if found.status in ("LISTEN", "NONE")}
@@ -164,7 +164,7 @@ def test_ranks_pass_over_the_keys_that_are_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_int8_checkpoint_on_two_stages(tmp_path: Path) -> None:
-    """Stages round what one rank rounds, so ids and the bits of logprobs are equal."""
+    """Stages round as one rank does, so ids and the bits of logprobs are equal."""
     make_checkpoint(tmp_path / "float", "llama")
     quantise_checkpoint(tmp_path / "float", tmp_path / "int8")
     requests = [greedy(0, [3, 1, 4, 1, 5], 12, logprobs=0)]
@@ -191,7 +191,7 @@ def test_the_offline_class_takes_the_same_options() -> None:
 
 @contextlib.contextmanager
 def stream(url: str) -> Iterator[http.client.HTTPResponse]:
-    """A long completion; enters when its first event is there."""
+    """Start a long completion; enter the block at its first event."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LIMIT)
     body = {"model": "demo", "prompt": "import", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with contextlib.closing(connection):
@@ -278,7 +278,7 @@ def test_a_ranks_exception_names_it_and_stays_the_answer() -> None:
 
 @pytest.mark.slow
 def test_a_silent_rank_is_named() -> None:
-    executor = build({"tensor_parallel_size": 2, "step_timeout": 0.5})  # a rank that is stopped is silent at any limit
+    executor = build({"tensor_parallel_size": 2, "step_timeout": 0.5})  # a stopped rank stays silent for any time limit
     with contextlib.closing(executor):
         pids = pids_of(executor)
         os.kill(pids[1], signal.SIGSTOP)
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_cannot_be_loaded_keeps_its_exit_code(tmp_path: Path) 
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Exit code and last line of a daemon that does not come up."""
+    """Return exit code and last line of a daemon that fails to start."""
     done = subprocess.run([SERVE_LLM, *arguments, "--port", "0"], capture_output=True, text=True, timeout=LIMIT)
     return done.returncode, done.stderr.splitlines()[-1]
 

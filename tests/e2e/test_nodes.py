@@ -1,7 +1,7 @@
 """Several hosts without Ray: node 0 and a follower.
 
-They are plain processes of this machine that believe to be on two hosts (tests/support/fakehost), so nothing but the
-network connects them. Limits are generous.
+Both are plain processes of this machine that appear to be on two hosts (tests/support/fakehost), so only the network
+connects them. Limits are generous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.tiny import make_checkpoint, make_tokenizer
 
 
 def ends(*pids: int) -> bool:
-    """Whether all of these processes end."""
+    """Wait until all of these processes have ended."""
     left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(left, LIMIT)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
@@ -34,7 +34,7 @@ def ends(*pids: int) -> bool:
 
 @contextmanager
 def serving(*options: str) -> Iterator[tuple[Daemon, Daemon]]:
-    """Node 0 and node 1 on two hosts, once they serve."""
+    """Start node 0 and node 1 on two hosts. Yields once they serve."""
     hosts = Hosts()
     with (
         hosts.node(1) as follower,
@@ -46,7 +46,7 @@ def serving(*options: str) -> Iterator[tuple[Daemon, Daemon]]:
 
 @contextmanager
 def request_under_way(url: str, seconds: float = LIMIT) -> Iterator[list[str]]:
-    """A long completion with a deadline; enters at its first event. The lines of its answer, once it has ended."""
+    """Start a long completion with a deadline; enter the block at its first event. Collects the lines of its answer."""
     lines: list[str] = []
     begun = threading.Event()
 
@@ -117,7 +117,7 @@ def test_a_tensor_group_over_hosts_follower_last_and_who_is_refused(continuation
 
 @pytest.mark.slow
 def test_three_hosts_for_four_ranks_in_groups_that_span(continuations: list[str]) -> None:
-    """Ranks 0 and 1 | 2 | 3: the second stage is on two hosts, the first on one; and without a secret."""
+    """Ranks 0 and 1 | 2 | 3: the second stage is on two hosts, the first on one; without a secret."""
     hosts = Hosts(secret=None)
     with hosts.node(2, nnodes=3), hosts.node(1, nnodes=3) as follower:
         with hosts.node(0, "demo", *SMALL, "-tp", "2", "-pp", "2", nnodes=3) as master:
@@ -204,7 +204,7 @@ def test_no_follower_outlives_node_0(victim: str) -> None:
 
 @pytest.mark.slow
 def test_signals_of_a_follower() -> None:
-    """Before node 0 is there, one is enough; when it serves, the first leaves it time, the second does not."""
+    """Before node 0 is there, one signal ends it; when it serves, the first leaves it time, the second does not."""
     with Hosts().node(1) as alone:
         alone.wait_until_logged("Waiting for node 0")
         alone.signal(signal.SIGTERM)
@@ -219,7 +219,7 @@ def test_signals_of_a_follower() -> None:
 
 
 def two_models(folder: Path) -> tuple[Path, Path]:
-    """Folders on two hosts, where ./model is not the same: the second was trained on."""
+    """Folders on two hosts in which ./model differs: the second one was trained further."""
     for name in ("first", "second"):
         make_tokenizer(folder / name / "model", make_checkpoint(folder / name / "model", "llama"))
     weights = folder / "second/model/model.safetensors"

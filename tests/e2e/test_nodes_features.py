@@ -1,4 +1,4 @@
-"""Features together with ranks on several hosts: the answers of the same ranks on one host."""
+"""Features together with ranks on several hosts: same answers as those ranks on one host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks on disk: two engines fill one directory, one of them is killed, and a later start goes on with the blocks."""
+"""Blocks on disk: two engines fill one directory, one of them is killed, and a later start reuses the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many more requests than the daemon takes, from one key: refused in order, and no harm to another key."""
+"""Many more requests than the daemon can handle, from one key: they are refused, and another key is not harmed."""
 
 from __future__ import annotations
 

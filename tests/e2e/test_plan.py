@@ -1,4 +1,4 @@
-"""`serve-llm plan` as a command: quick, without torch, true to its page in docs/ and to what a daemon then says."""
+"""`serve-llm plan` as a command: fast, without torch, and consistent with its docs page and the daemon's log."""
 
 from __future__ import annotations
 

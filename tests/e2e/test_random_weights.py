@@ -1,4 +1,4 @@
-"""Whatever a model would rather write, its text is valid: random weights and the demo model under random schemas."""
+"""Whatever a model prefers to write, its text is valid: random weights and the demo model with random schemas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKENS = 400
 
 
 def close(schema: object) -> object:
-    """The schema without properties of any name, of which a random text has endlessly many."""
+    """Return the schema without properties of arbitrary names, of which a random text would write endlessly many."""
     if isinstance(schema, list):
         return [close(part) for part in schema]
     if not isinstance(schema, dict):

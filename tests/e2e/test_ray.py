@@ -1,6 +1,6 @@
-"""Ranks as Ray actors: the tokens of one rank, where they are placed, and what happens when something dies.
+"""Ranks as Ray actors: same tokens as one rank, where they are placed, and what happens when a process dies.
 
-Each test has a Ray of its own and ends it; none looks at processes but its own. The machine may be busy.
+Each test has its own Ray and ends it, and looks only at its own processes. The machine may be busy.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def complete(url: str, model: str) -> list[str]:
 
 
 def of_one_rank(model: str) -> list[str]:
-    """The texts of `PROMPTS`, then those with forced tokens."""
+    """The texts of `PROMPTS`, then those with forced tokens, from a single rank."""
     with Daemon(model, *SMALL) as daemon:
         return complete(daemon.wait_until_serving(), model)
 
 
 def processes_with(text: str) -> list[psutil.Process]:
-    """Those that have it in their command line or, as workers do, in their environment."""
+    """Return processes with this text in their command line or, like workers, in their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -73,7 +73,7 @@ def processes_with(text: str) -> list[psutil.Process]:
 
 
 def actors(folder: Path) -> list[psutil.Process]:
-    """The ranks of a Ray whose files are there."""
+    """Return the ranks of a Ray with files in this folder."""
     found = []
     for process in processes_with(str(folder)):
         with contextlib.suppress(psutil.Error):
@@ -83,7 +83,7 @@ def actors(folder: Path) -> list[psutil.Process]:
 
 
 def run(*arguments: str, environ: dict[str, str]) -> tuple[int, str]:
-    """Exit code and log of a daemon that does not come up."""
+    """Return exit code and log of a daemon that fails to start."""
     command = [SERVE_LLM, *arguments, "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=os.environ | environ)
     return done.returncode, done.stderr
@@ -91,7 +91,7 @@ def run(*arguments: str, environ: dict[str, str]) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_ray_of_its_own_serves_the_tokens_of_one_rank_and_leaves_nothing(tmp_path: Path, folder: Path) -> None:
-    """The home is watched because Ray writes a token there unless it is told not to."""
+    """The home is checked because Ray writes a token there unless told not to."""
     skip_without_ray()
     make_tokenizer(tmp_path, make_checkpoint(tmp_path, "llama"))
     expected = of_one_rank(str(tmp_path))
@@ -223,7 +223,7 @@ for line in urllib.request.urlopen(request):
     [
         ((2, 2), 0, 0, 1),
         pytest.param((0, 2, 2), 0, 1, 2, marks=pytest.mark.long),  # the engine's node has no devices
-        ((2, 2), 1, 1, 0),  # the head is what is lost: Ray does not answer any more
+        ((2, 2), 1, 1, 0),  # the head is lost: Ray no longer responds
     ],
 )
 def test_two_nodes_serve_and_a_node_that_is_gone_is_named(
@@ -284,7 +284,7 @@ def test_a_stream_goes_on_when_a_node_has_come_in_the_place_of_a_lost_one(tmp_pa
 
 @pytest.mark.long
 def test_hosts_with_several_addresses(folder: Path) -> None:
-    """Ray talks over one network, ranks over another; a node says which address of its own is on the latter."""
+    """Ray uses one network, ranks another; a node states which of its addresses is on the latter."""
     skip_without_ray()
     with Machines(3, private=[str(folder)]) as machines:
         head, right, wrong = machines

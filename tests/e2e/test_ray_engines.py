@@ -1,5 +1,5 @@
-"""Data-parallel engines on a Ray cluster: the tokens of one rank, each engine on one node, and no stream is lost when a
-node is."""
+"""Data-parallel engines on a Ray cluster: same tokens as one rank, each engine on one node, and no stream is lost with
+a node."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_engines_come_and_go_under_load() -> None:
 
 
 def scale(daemon: Daemon, engines: int) -> str:
-    """What the command says on standard error if it fails."""
+    """Return what the command prints on standard error if it fails."""
     command = [SERVE_LLM, "scale", daemon.url, "--api-key", KEY, "--data-parallel-size", str(engines)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     return done.stderr if done.returncode else ""
@@ -70,7 +70,7 @@ def scale(daemon: Daemon, engines: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [pytest.param((), marks=pytest.mark.long), ("-pp", "2")])
 def test_experts_on_several_nodes(split: tuple[str, ...], tmp_path: Path) -> None:
-    """Streams wait for the experts of a node that is lost, and continue once another has joined the cluster."""
+    """Streams wait for the experts of a lost node, and continue once another one has joined the cluster."""
     skip_without_ray()
     log = tmp_path / "log"
     experts = make_served_checkpoint(tmp_path / "model", "qwen3_moe")

@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its curl lines and its Python run as they stand, but for the port. So do the
+"""What the README shows is what happens: its curl lines and its Python run as written, except for the port. So do the
 examples of the API's pages, with the answers that they show."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Example(NamedTuple):
 
 
 def _find_examples() -> list[Example]:
-    """Those of the API's pages that a server without further options answers."""
+    """Return the examples of the API's pages that a server without further options can answer."""
     examples = []
     for path in (ROOT / "docs/api.md", *sorted((ROOT / "docs/api").glob("*.md"))):
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""An engine that dies, hangs or fails under open streams: they go on with the tokens of an undisturbed run."""
+"""An engine dies, hangs or fails while streams are open: they continue with the tokens of an undisturbed run."""
 
 from __future__ import annotations
 

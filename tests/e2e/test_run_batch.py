@@ -1,4 +1,4 @@
-"""`serve-llm run-batch` as a command: whole results, and continued runs after kill -9."""
+"""`serve-llm run-batch` as a command: complete results, and continued runs after kill -9."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_requests(folder: Path, count: int, max_tokens: int) -> None:
 
 
 def wait_for_growth(path: Path, process: subprocess.Popen[str], size: int) -> None:
-    """Until the file is longer than `size`, or the process has ended."""
+    """Wait until the file is longer than `size`, or the process has ended."""
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and (not path.exists() or path.stat().st_size <= size):
         assert time.monotonic() < deadline
@@ -38,7 +38,7 @@ def wait_for_growth(path: Path, process: subprocess.Popen[str], size: int) -> No
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """With kill -9, only the process that writes. Those that it started end by themselves."""
+    """Kill with -9 only the process that writes. Its children end by themselves."""
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)

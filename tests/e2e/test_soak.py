@@ -1,4 +1,4 @@
-"""Rounds of 64 streams of which a random half is cut at a random moment: nothing stays held, nothing grows."""
+"""Rounds of 64 streams, a random half of which is cut at a random moment: no resources stay held, and nothing grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAMS = 64
 
 
 async def one_stream(url: str, rng: random.Random) -> None:
-    """Send a request; read it to its end, or leave after some bytes (possibly before the first)."""
+    """Send a request; read it to its end, or disconnect after some bytes (possibly before the first)."""
     host, port = url.removeprefix("http://").split(":")
     stay = rng.random() < 0.5
     body = json.dumps(
@@ -67,16 +67,16 @@ def idle(daemon: Daemon) -> bool:
 
 
 def held(daemon: Daemon) -> tuple[int, int]:
-    """(resident bytes, open descriptors) of the daemon and its engine."""
+    """Return (resident bytes, open descriptors) of the daemon and its engine."""
     processes = [psutil.Process(daemon.process.pid), psutil.Process(daemon.engine_pid())]
     return sum(p.memory_info().rss for p in processes), sum(p.num_fds() for p in processes)
 
 
 async def soak(daemon: Daemon, rounds: int, settled: int) -> None:
-    """Compare the least that is held in `settled` rounds early and late.
+    """Compare the minimum held over `settled` rounds early and late.
 
-    The C library gives freed pages back late: one reading of resident memory may stand 4 % above the next, in
-    either direction. What leaks never goes away, so it raises the least of several readings too.
+    The C library returns freed pages late, so a single reading of resident memory may be 4 % above the next one, in
+    either direction. Leaks never go away, so they raise the minimum of several readings too.
     """
     rng = random.Random(5)
     readings: list[tuple[int, int]] = []
@@ -104,7 +104,7 @@ def test_rounds_of_streams_leave_nothing_behind() -> None:
 def test_every_child_ends_with_the_daemon_however_it_ends() -> None:
     with Daemon("demo") as daemon:
         daemon.wait_until_serving()
-        large = json.dumps({"prompt": "word " * 3000}).encode()  # is read by a process apart
+        large = json.dumps({"prompt": "word " * 3000}).encode()  # is read by a separate process
         urllib.request.urlopen(daemon.url + "/tokenize", large, timeout=30).close()
         children = psutil.Process(daemon.process.pid).children(recursive=True)
         assert len(children) >= 2

@@ -1,4 +1,4 @@
-"""A server that verifies drafts gives the answers of one that does not, also when an engine dies under open streams."""
+"""A server that verifies drafts answers like one that does not, even when an engine dies under open streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_draft_model_beside_two_ranks() -> None:
-    """The demo model guesses for itself: all guesses are right."""
+    """The demo model drafts for itself: all drafts are right."""
     body = {"prompt": "def area(width, height):", "max_tokens": 30, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     ranks = ("--tensor-parallel-size", "2")
     with Daemon(*SMALL, *ranks, *OFF) as daemon:

@@ -30,7 +30,7 @@ def connect(daemon: Daemon) -> OpenAI:
 
 
 def kill(daemon: Daemon) -> None:
-    """With kill -9, only the server. What it started ends by itself."""
+    """Kill with -9 only the server. Its children end by themselves."""
     children = psutil.Process(daemon.process.pid).children(recursive=True)
     os.kill(daemon.process.pid, signal.SIGKILL)
     daemon.process.wait()
@@ -57,7 +57,7 @@ def read_lines(client: OpenAI, file_id: str | None) -> Iterator[dict[str, object
 
 
 def write_requests(path: Path, num_lines: int, max_tokens: int) -> None:
-    """A file of requests, each tenth of which is refused."""
+    """Write a file of requests, every tenth of which is refused."""
     body = {"prompt": "def main():\n", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     requests = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body | extra}
@@ -115,7 +115,7 @@ def test_killed_servers_lose_and_double_no_line(tmp_path: Path, options: list[st
 
 @pytest.mark.long
 def test_ten_thousand_lines_and_five_kills(tmp_path: Path, options: list[str]) -> None:
-    """Every line once in the output or among the errors, whenever the server dies."""
+    """Every line is once in the output or among the errors, whenever the server dies."""
     num_lines, num_kills = 10_000, 5
     path = tmp_path / "in.jsonl"
     write_requests(path, num_lines, 4)

@@ -1,4 +1,4 @@
-"""`--otlp-traces-endpoint`: what a collector or a file gets from a server whose engine dies under a request."""
+"""`--otlp-traces-endpoint`: what a collector or a file receives from a server whose engine dies during a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at `/` in a browser, on an engine that the test steps, or with answers that the test makes up."""
+"""The page at `/` in a browser, on an engine that the test steps, or with scripted answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def page(server: PageServer, browser: Any) -> Iterator[Any]:
 
 
 def make_up(page: Any, path: str, *answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Answer the page's next requests with these events. Returns a list to which the bodies of requests are added."""
+    """Answer the page's next requests with these events. Returns a list that collects the bodies of requests."""
     bodies: list[dict[str, Any]] = []
 
     def answer(route: Any) -> None:
@@ -186,7 +186,7 @@ def test_an_answer_survives_the_crash_of_its_engine(server: PageServer, page: An
 
 
 def test_no_answer_becomes_code(page: Any) -> None:
-    """Every attack, at once and as a text that grows. Elements, attributes and addresses are of known kinds."""
+    """Try every attack, at once and as growing text. Only known elements, attributes and addresses may appear."""
     found = page.evaluate(
         """async (attacks) => {
           const { MarkdownView } = await import("./web_ui/markdown.js");
@@ -350,7 +350,7 @@ def test_a_completion_can_be_appended_and_continued(server: PageServer, page: An
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everyone_can_use_it(server: PageServer, page: Any, scheme: str) -> None:
-    """axe-core finds nothing serious in any view, and a phone's width needs no scrolling sideways."""
+    """axe-core finds nothing serious in any view, and a phone's width needs no horizontal scrolling."""
     page.emulate_media(color_scheme=scheme)
     answer = "## Head\n\n- `code` and [a link](https://example.com)\n\n```python\nx = 1\n```\n\n| a |\n|---|\n| b |\n"
     top = [{"token": "a", "logprob": -0.1}]

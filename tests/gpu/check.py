@@ -1,22 +1,22 @@
-"""Checks and measures everything that needs a GPU, from a bare checkout, in runs of less than eight minutes:
+"""Check and measure everything that needs a GPU, from a bare checkout, in runs of less than eight minutes:
 
     python3 tests/gpu/check.py [--parts kernels,engine,...] [--seconds 475] [--out FOLDER]
 
-Run it again until it says that all parts are done. Each part is a process of its own, with a limit, so that one that
-fails leaves the others their turn; a part is begun only if its limit fits into the time that is left.
-tests/gpu/results.json keeps what the parts found. A run takes the parts that never ran on this card, in order of worth,
-then those that failed; or those that --parts names. `python tests/gpu/figures.py` writes the results into docs/gpu.md.
+Run it again until it says that all parts are done. Each part is a separate process with a time limit, so that a failing
+part does not stop the others; a part starts only if its limit fits into the remaining time. tests/gpu/results.json
+keeps the results of the parts. A run takes the parts that never ran on this card, in order of worth, then those that
+failed; or those that --parts names. `python tests/gpu/figures.py` writes the results into docs/gpu.md.
 
-It needs torch, Triton, transformers, tokenizers and safetensors in the Python that runs it, and wheels of what else is
-missing (`python3 tests/gpu/wheels.py` on a machine with a package index puts them into .whl/, which travels with the
-tree). Nothing is installed: a folder of links gives the import names. Prints one table, then one line of JSON. FOLDER
-gets table.md of this run, results.json, and what the parts said, as log.txt; all are renewed after each part.
+It needs torch, Triton, transformers, tokenizers and safetensors in the Python that runs it, and wheels of everything
+else (`python3 tests/gpu/wheels.py` on a machine with a package index puts them into .whl/, which travels with the
+tree). Nothing is installed: a folder of links provides the import names. Prints one table, then one line of JSON.
+FOLDER gets table.md of this run, results.json, and the output of the parts as log.txt; all are updated after each part.
 The exit code is 0 if every check passed, whatever was measured.
 
     python3 tests/gpu/check.py --rehearse
 
-runs all parts with tiny models and without a GPU, in order to find mistakes of this script. What it measures means
-nothing, so tests/gpu/results.json is neither read nor written.
+runs all parts with tiny models and without a GPU, to find mistakes in this script. Its measurements mean nothing, so
+tests/gpu/results.json is neither read nor written.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from results import Attempt, Run, merge_runs, newest_attempts, read_runs, unfini
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = Path("/dev/nvidiactl")  # which the driver makes
 RESULTS = ROOT / "tests" / "gpu" / "results.json"
-SECONDS = {  # each part's limit, in order of worth
+SECONDS = {  # time limit of each part, in order of worth
     "machine": 30,
     "kernels": 140,
     "attention_kernels": 140,
@@ -71,12 +71,13 @@ SECONDS = {  # each part's limit, in order of worth
 }
 # These measure nothing, and compilers take most of their time.
 AT_ONCE = {"kernels", "attention_kernels", "engine", "ranks"}
-TOTAL_SECONDS = 475  # of a run, unless --seconds says otherwise
-REHEARSAL = 6  # times as long, without a GPU and beside other work
+TOTAL_SECONDS = 475  # seconds of a run, by default
+REHEARSAL = 6  # factor on limits without a GPU, beside other work
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What lets the parts import the tree, the tests' modules and the wheels. folder: for links and wheels."""
+    """Return the environment in which parts can import the tree, the tests' modules and the wheels. folder: for links
+    and wheels."""
     package = folder / "serve_llm"
     package.mkdir()
     for entry in (ROOT / "serve_llm").iterdir():
@@ -103,7 +104,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run_part(name: str, environ: dict[str, str], folder: Path, seconds: float, rehearse: bool) -> Attempt:
-    """Run a part to its end or for so many seconds."""
+    """Run a part to its end or for at most this many seconds."""
     written = folder / f"{name}.jsonl"
     command = [sys.executable, "-P", "-m", f"parts.{name}", str(written), *(["--rehearse"] if rehearse else [])]
     began = time.monotonic()
@@ -125,7 +126,8 @@ def run_part(name: str, environ: dict[str, str], folder: Path, seconds: float, r
 
 
 def next_parts(left: Sequence[str], seconds: float) -> list[str]:
-    """What to run now in so many seconds: the first part that fits, with all that run beside it. Empty if none fits."""
+    """Return what to run now in this many seconds: the first part that fits, with all that run beside it. Empty if none
+    fits."""
     fitting = [name for name in left if SECONDS[name] <= seconds]
     if not fitting:
         return []
@@ -136,7 +138,7 @@ def next_parts(left: Sequence[str], seconds: float) -> list[str]:
 def run_parts(
     names: Iterable[str], deadline: float, scale: float, run: Callable[[str], Attempt]
 ) -> Iterator[dict[str, Attempt]]:
-    """Those that fit until the deadline, with limits of `scale` times as long, as each group of them ends."""
+    """Run the parts that fit until the deadline, with limits multiplied by `scale`; yields as each group ends."""
     left = list(names)
     while now := next_parts(left, (deadline - time.monotonic()) / scale):
         with ThreadPoolExecutor(len(now)) as pool:
@@ -145,7 +147,7 @@ def run_parts(
 
 
 def read_card() -> tuple[str, str]:
-    """Name and driver version of the first GPU. Raises LookupError where there is none."""
+    """Return name and driver version of the first GPU. Raises LookupError if there is none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     if not DEVICE.exists():
         raise LookupError(f"there is no NVIDIA GPU ({DEVICE} is missing); --rehearse does without")
@@ -157,7 +159,7 @@ def read_card() -> tuple[str, str]:
 
 
 def write_folder(out: Path, run: Run, runs: Iterable[Run], logs: Path) -> None:
-    """table.md, results.json and log.txt. logs: folder with the parts' output."""
+    """Write table.md, results.json and log.txt. logs: folder with the parts' output."""
     write_runs(out / "results.json", runs)
     (out / "table.md").write_text(table(run.rows) + "\n")
     with (out / "log.txt").open("wb") as log:
@@ -166,7 +168,7 @@ def write_folder(out: Path, run: Run, runs: Iterable[Run], logs: Path) -> None:
 
 
 def perform(given: argparse.Namespace, names: list[str], earlier: list[Run], this: Run) -> None:
-    """Add parts to `this` run. Results are written down after each one."""
+    """Add parts to `this` run. Results are saved after each one."""
     scale = REHEARSAL if given.rehearse else 1
     deadline = time.monotonic() + scale * given.seconds
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,10 +1,10 @@
-"""Writes what the GPU check found into docs/gpu.md, between marker lines:
+"""Write the results of the GPU check into docs/gpu.md, between marker lines:
 
-    python tests/gpu/figures.py [RESULTS...]     # results.json of further runs, which tests/gpu/results.json takes in
-    python tests/gpu/figures.py --check          # only says whether the page is current
+    python tests/gpu/figures.py [RESULTS...]     # results.json of further runs, to add to tests/gpu/results.json
+    python tests/gpu/figures.py --check          # only report whether the page is up to date
 
-Predictions and floors are written from here too, so that they count the same bytes as the check. It needs the project's
-own environment; no GPU.
+Predictions and lower bounds are written from here too, so that they count the same bytes as the check. Needs the
+project's own environment; no GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SHARE = ": share of the floor"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Written before a measurement. part, name: the row that the check writes for it; chunks: of its step, if bytes and
-    operations bound it."""
+    """A prediction written before the measurement. part, name: the row that the check writes for it; chunks: of its
+    step, if bytes and operations bound it."""
 
     work: str
     part: str
@@ -207,7 +207,7 @@ PREDICTIONS = [
 
 
 def predictions_table(figures: Sequence[Figure]) -> str:
-    """Floor, prediction, aim and what was seen, with the number of the run."""
+    """Return lower bound, prediction, target and result, with the number of the run."""
     found = {(figure.row.part, figure.row.name): figure for figure in figures}
     lines = ["| work | floor | predicted | aim | seen | run |", "|---|---|---|---|---|---|"]
     for one in PREDICTIONS:
@@ -227,7 +227,7 @@ def cell(row: Row) -> str:
 
 
 def runs_section(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
-    """The runs, what failed, how many checks passed, and all measurements."""
+    """Return the runs, the failures, the number of passed checks, and all measurements."""
     if not runs:
         return "No run yet."
     lines = ["| run | date (UTC) | card | driver | command | parts |", "|---|---|---|---|---|---|"]
@@ -251,7 +251,7 @@ def runs_section(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
 
 
 def renew(page: str, runs: Sequence[Run]) -> str:
-    """The page with what stands between its markers written anew. Raises ValueError if it lacks a marker."""
+    """Return the page with the text between its markers replaced. Raises ValueError if it lacks a marker."""
     figures = newest_figures(runs)
     sections = {"predictions": predictions_table(figures), "runs": runs_section(runs, figures)}
     for name, text in sections.items():

@@ -1,6 +1,5 @@
-"""The shapes that the GPU check measures, their steps, and the least time that these can take. One place for the parts
-of the check and for the predictions in docs/gpu.md, so that both count the same bytes and operations.
-"""
+"""The shapes that the GPU check measures, their steps, and lower bounds for the times of these. A single place for the
+parts of the check and for the predictions in docs/gpu.md, so that both count the same bytes and operations."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import ModelSpec
 
-H200 = Limits(bandwidth=4300.0, peak=790_000.0)  # GB/s of a copy, GFLOP/s of a bf16 product: what predictions assume
-FP8_RATE = 2  # over that of bf16
-Chunks = Sequence[tuple[int, int]]  # new tokens and context of each sequence, as of `step_work`
+H200 = Limits(bandwidth=4300.0, peak=790_000.0)  # GB/s of a copy, GFLOP/s of a bf16 product, as predictions assume
+FP8_RATE = 2  # relative to bf16
+Chunks = Sequence[tuple[int, int]]  # new tokens and context of each sequence, as in `step_work`
 
 TINY = {
     "hidden_size": 64,
@@ -30,7 +29,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model without weights. tiny: what a rehearsal changes in its config.json."""
+    """A model without weights. tiny: changes to config.json for a rehearsal."""
 
     name: str
     config: dict[str, Any]
@@ -114,31 +113,31 @@ QWEN_HALF_B = Shape("half-b", SHAPE | {"max_position_embeddings": 16384})
 EXPERTS_30B = Shape("experts", _QWEN3_30B_A3B, TINY | _TINY_EXPERTS | {"num_experts": 4, "head_dim": 16})
 LATENT_16B = Shape("latent", _DEEPSEEK_V2_LITE, TINY | _TINY_EXPERTS | _TINY_LATENT | {"n_routed_experts": 4})
 
-CONTEXT = 1024  # of decodes
+CONTEXT = 1024  # context of decodes
 LONG_CONTEXT = 65536
 PROMPT = 8192
-ARRIVING = 200  # prompt tokens that come with each step
-BEHIND = 100  # new tokens behind a long prefix
+ARRIVING = 200  # prompt tokens added to each step
+BEHIND = 100  # new tokens after a long prefix
 
 
 def decode_steps(batch: int) -> int:
-    """How many are timed."""
+    """Return how many steps are timed."""
     return 200 if batch == 1 else 100
 
 
 def decodes(batch: int, context: int = CONTEXT, steps: int | None = None) -> list[tuple[int, int]]:
-    """The middle one of so many steps."""
+    """Return the middle one of this many decode steps."""
     steps = decode_steps(batch) if steps is None else steps
     return [(1, context + steps // 2)] * batch
 
 
 def uneven(batch: int = 64, context: int = CONTEXT, longest: int = LONG_CONTEXT) -> list[int]:
-    """Contexts, of which one is much longer."""
+    """Return contexts, one of which is much longer."""
     return [context] * (batch - 1) + [longest]
 
 
 def even(contexts: Sequence[int]) -> list[int]:
-    """As many contexts of equal length, together as long."""
+    """Return as many contexts of equal length, with the same total."""
     return [sum(contexts) // len(contexts)] * len(contexts)
 
 
@@ -147,7 +146,8 @@ def arrivals(batch: int = 64, context: int = CONTEXT, arriving: int = ARRIVING) 
 
 
 def floor_seconds(spec: ModelSpec, chunks: Chunks, limits: Limits = H200) -> float:
-    """The least that one step takes: see `bench.roofline`. Products in 8-bit floats run at up to twice the rate."""
+    """Return the lower bound for the time of one step: see `bench.roofline`. Products in 8-bit floats run at up to
+    twice the rate."""
     parts = step_work(spec, chunks).parts
     if spec.fp8:
         read, done = parts["linear"]
@@ -156,5 +156,5 @@ def floor_seconds(spec: ModelSpec, chunks: Chunks, limits: Limits = H200) -> flo
 
 
 def products_seconds(spec: ModelSpec, tokens: int, limits: Limits = H200) -> float:
-    """Of the linear layers' arithmetic for so many tokens."""
+    """Return the seconds for the arithmetic of linear layers for this many tokens."""
     return step_work(spec, [(tokens, tokens)]).parts["linear"][1] / limits.peak / 1e9

@@ -1,4 +1,4 @@
-"""Rows of the GPU check: what parts write, one JSON object a line, and the table that is made of them."""
+"""Rows of the GPU check: parts write one JSON object per line, from which a table is made."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 class Row:
     part: str
     name: str
-    value: object  # a number, or words
+    value: object  # a number, or text
     unit: str = ""
     aim: float | None = None
-    passed: bool | None = None  # of a check; None: a measurement
+    passed: bool | None = None  # the limit of a check; None: a measurement
 
     def plain(self) -> dict[str, object]:
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
 class Report:
-    """Where a part puts its rows, each as soon as it is known."""
+    """Writes a part's rows, each as soon as it is known."""
 
     def __init__(self, part: str, path: Path) -> None:
         self._part, self._path = part, path
@@ -33,7 +33,7 @@ class Report:
 
     def measured(self, name: str, value: float | str, unit: str = "", aim: float | None = None) -> None:
         if isinstance(value, float):
-            value = round(value, 4) if math.isfinite(value) else str(value)  # JSON has no such numbers
+            value = round(value, 4) if math.isfinite(value) else str(value)  # JSON cannot represent such numbers
         self._add(Row(self._part, name, value, unit, aim))
 
     def not_run(self, name: str, why: str) -> None:
@@ -46,13 +46,13 @@ class Report:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """A part may have been ended while it wrote its last line."""
+    """Read the rows. The last line may be incomplete, if the part was killed while writing it."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [Row(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     lines = ["| part | what | value | aim | |", "|---|---|---|---|---|"]
     words = {True: "pass", False: "FAIL", None: ""}
     for row in rows:

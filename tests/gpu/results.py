@@ -1,6 +1,6 @@
-"""Results of the GPU check over several runs: one JSON file that every run adds to, so that the next one knows what is
-missing. The newest attempt at a part says whether it is done; its figures stay until a newer attempt has others.
-"""
+"""Results of the GPU check over several runs: a JSON file to which every run adds, so that the next one knows what
+is missing. The latest attempt at a part decides whether it is done; its figures stay until a later attempt replaces
+them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Attempt:
 
     @property
     def is_done(self) -> bool:
-        """Whether it ran to its end and no check of it failed."""
+        """Whether it ran to its end and all its checks passed."""
         return not self.problem and all(row.passed is not False for row in self.rows)
 
 
 @dataclass
 class Run:
-    """One call of check.py. Two runs with the same date are the same run."""
+    """One call of check.py. Two runs with equal dates are the same run."""
 
     date: str  # UTC, ISO 8601, to the millisecond
     card: str
@@ -44,14 +44,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Figure:
-    """A row, and the number of the run that it comes from, counted from 1."""
+    """A row, and the number of the run that produced it, counted from 1."""
 
     row: Row
     run: int
 
 
 def read_runs(path: Path) -> list[Run]:
-    """By date. Empty if there is no file."""
+    """Read the runs, by date. Empty if there is no file."""
     if not path.exists():
         return []
     runs = []
@@ -65,7 +65,7 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def write_runs(path: Path, runs: Iterable[Run]) -> None:
-    """In one go: a reader sees the old file or the new one."""
+    """Write atomically: a reader sees the old file or the new one."""
     plain = [asdict(run) for run in runs]
     for run in plain:
         for part in run["parts"].values():
@@ -77,7 +77,7 @@ def write_runs(path: Path, runs: Iterable[Run]) -> None:
 
 
 def merge_runs(*several: Iterable[Run]) -> list[Run]:
-    """By date. Of two states of the same run the one with more parts is kept."""
+    """Merge runs, by date. Of two states of the same run, the one with more parts is kept."""
     found: dict[str, Run] = {}
     for runs in several:
         for run in runs:
@@ -88,7 +88,7 @@ def merge_runs(*several: Iterable[Run]) -> list[Run]:
 
 
 def newest_attempts(runs: Iterable[Run]) -> dict[str, Attempt]:
-    """Of each part. runs: by date."""
+    """Return the latest attempt at each part. runs: by date."""
     found: dict[str, Attempt] = {}
     for run in runs:
         found |= run.parts
@@ -96,7 +96,7 @@ def newest_attempts(runs: Iterable[Run]) -> dict[str, Attempt]:
 
 
 def unfinished(names: Iterable[str], attempts: Mapping[str, Attempt]) -> list[str]:
-    """Those that never ran, then those whose newest attempt failed; each in the given order."""
+    """Return the parts that never ran, then those whose latest attempt failed; each in the given order."""
     missing, failed = [], []
     for name in names:
         if name not in attempts:
@@ -107,8 +107,8 @@ def unfinished(names: Iterable[str], attempts: Mapping[str, Attempt]) -> list[st
 
 
 def newest_figures(runs: Iterable[Run]) -> list[Figure]:
-    """Of each part its newest rows. An attempt that ran to its end replaces all older rows of the part; one that ended
-    early only those rows that it has too."""
+    """Return the latest rows of each part. An attempt that ran to its end replaces all older rows of the part; one that
+    ended early replaces only the rows that it also has."""
     found: dict[str, dict[str, Figure]] = {}
     for number, run in enumerate(runs, 1):
         for part, attempt in run.parts.items():

@@ -1,8 +1,8 @@
-"""Packages that a GPU machine without a package index lacks: fetched as wheels here, unpacked there.
+"""Packages that a GPU machine without a package index lacks: downloaded as wheels here, unpacked there.
 
     python3 tests/gpu/wheels.py        where there is an index: fills .whl/ at the root of the tree
 
-Python 3.12 on x86-64. What the machine has anyway (`PRESENT`) is not taken along.
+For Python 3.12 on x86-64. Packages that the machine has anyway (`PRESENT`) are left out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the machine has: torch's, transformers' and accelerate's needs come with them.
+# Packages on the machine: it also has the dependencies of torch, transformers and accelerate.
 PRESENT = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub")
-# And what these need, in the versions that pyproject.toml asks for. fastapi brings pydantic.
+# The dependencies, in the versions required by pyproject.toml. fastapi brings pydantic.
 PACKAGES = (
     "pyzmq",
     "msgspec",
@@ -33,15 +33,16 @@ PACKAGES = (
     "psutil",
     "llguidance",
 )
-# vLLM's wheel has FlashAttention-3 with paging, in a library that takes any recent torch. Only that file is carried.
+# vLLM's wheel contains FlashAttention-3 with paging, in a library that works with any recent torch. Only that file is
+# included.
 FLASH_WHEEL, FLASH_LIBRARY = "vllm==0.33.0", "_vllm_fa3_C.abi3.so"
-# pip takes only wheels with exactly these tags. glibc 2.31 is that of Ubuntu 20.04; llguidance needs it.
+# pip accepts only wheels with exactly these tags. glibc 2.31 is that of Ubuntu 20.04; llguidance needs it.
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(31, 16, -1)), "manylinux2014_x86_64")
-MOST_BYTES = 60 << 20  # of the tree and the wheels
+MOST_BYTES = 60 << 20  # limit on the bytes of the tree and the wheels
 
 
 def requirements() -> list[str]:
-    """PACKAGES with the bounds of pyproject.toml. Raises KeyError for one that it does not name."""
+    """Return PACKAGES with the bounds of pyproject.toml. Raises KeyError for a package that it does not name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {}
     for text in [*project["optional-dependencies"]["dev"], *project["dependencies"]]:
@@ -53,7 +54,7 @@ def requirements() -> list[str]:
 
 
 def fetch(folder: Path) -> None:
-    """Raises CalledProcessError where one cannot be had."""
+    """Download the wheels. Raises CalledProcessError if one is not available."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
@@ -74,14 +75,14 @@ def fetch(folder: Path) -> None:
 
 
 def tree_bytes(root: Path) -> int:
-    """Of all files that travel with a checkout, but for the wheels."""
+    """Return the bytes of all files in a checkout, except the wheels."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
     return sum((root / name).lstat().st_size for name in names if name and os.path.lexists(root / name))
 
 
 def unpack(folder: Path, to: Path) -> list[Path]:
-    """The folders that belong on sys.path: one, or none where there are no wheels."""
+    """Return the folders to add to sys.path: one, or none without wheels."""
     found = sorted(folder.glob("*.whl")) if sys.version_info[:2] == (3, 12) else []
     for wheel in found:
         with zipfile.ZipFile(wheel) as archive:
@@ -90,7 +91,7 @@ def unpack(folder: Path, to: Path) -> list[Path]:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, and whatever it left behind."""
+    """Kill a process that leads a group, and whatever it left behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,6 +1,6 @@
-"""With the guesses of a draft model and without: the same ids and the same bits of their log-probabilities.
+"""With and without the drafts of a draft model: the same ids and the same bits of their log-probabilities.
 
-The draft model is the served one with noise on its weights, so that many guesses are right and some are not.
+The draft model is the served one with noise on its weights, so that many drafts are right and some are wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def find_draft_model(engine: EngineCore) -> DraftModel:
 
 
 def check(engine: EngineCore) -> None:
-    """Some guesses were right, some wrong, and the draft model has given everything back."""
+    """Check that some drafts were right and some wrong, and that the draft model has released everything."""
     assert_drafted(engine)
     sequences = find_draft_model(engine).sequences
     sequences.check_integrity()
@@ -106,7 +106,7 @@ def test_preemption_and_replay(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that is to have drafts waits for its ids; others run ahead."""
+    """A sequence that needs drafts waits for its ids; others run ahead."""
     directory, on, requests = case("llama", tmp_path)
     expected = generate(make_gpu_engine(directory, monkeypatch, **OFF), requests)
     engine = draft_freely(make_gpu_engine(directory, monkeypatch, **on))
@@ -118,7 +118,7 @@ def test_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_draft_model_with_few_blocks_and_a_short_context(tmp_path: Path) -> None:
-    """It forgets requests that it has no room for, and leaves alone those that are too long for it."""
+    """It forgets requests for which it has no room, and ignores those that are too long for it."""
     directory, on, requests = case("llama", tmp_path)
     config = tmp_path / "draft" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 32}))
@@ -133,7 +133,7 @@ def test_a_draft_model_with_few_blocks_and_a_short_context(tmp_path: Path) -> No
 
 
 def test_it_saves_steps_of_greedy_and_sampled_texts(tmp_path: Path) -> None:
-    """With the served model itself as the draft model every guess is right, whatever the sampling."""
+    """With the served model itself as the draft model, every draft is right, whatever the sampling."""
     directory = tmp_path / "served"
     make_checkpoint(directory, "llama")
     config = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 4}

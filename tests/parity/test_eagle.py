@@ -1,7 +1,7 @@
-"""With the guesses of an EAGLE-3 head and without: the same ids and the same bits of their log-probabilities. And the
-head's guesses are those of a plain implementation.
+"""With and without the drafts of an EAGLE-3 head: the same ids and the same bits of their log-probabilities. The head's
+drafts must be those of a plain implementation.
 
-The head was trained on what the tiny model says, so that many guesses are right and some are not.
+The head was trained on the tiny model's outputs, so that many drafts are right and some are wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def llama(root: Path) -> Case:
 def test_its_guesses_are_those_of_a_plain_implementation(
     how: dict[str, object], norm_before_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # guesses of a random head are wrong
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # drafts of a random head are wrong
     make_checkpoint(tmp_path / "served", "llama", num_hidden_layers=5)
     served = Served(tmp_path / "served")
     head = build_head(served, 97, norm_before_residual=norm_before_residual)
@@ -102,8 +102,8 @@ def test_the_format_of_speculators(tmp_path: Path) -> None:
 def check_other_layers(
     root: Path, how: dict[str, object], layers: tuple[int, ...], change: Callable[[Head], None]
 ) -> None:
-    """Check that a head which was trained on the inputs of these layers guesses as a plain implementation, that guesses
-    are accepted, and that the output is that without it. change: what its checkpoint has beside its weights."""
+    """Check that a head trained on the inputs of these layers makes the drafts of a plain implementation, that drafts
+    are accepted, and that the output is the same without it. change: what its checkpoint has besides its weights."""
     requests = make_requests(make_checkpoint(root / "served", "llama", num_hidden_layers=5))
     expected = generate(make_engine(root / "served", **OFF), requests)
     served = Served(root / "served")
@@ -187,7 +187,7 @@ def test_preemption_and_replay(llama: Case) -> None:
 
 
 def test_as_on_a_gpu(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that is to have drafts waits for its ids; others run ahead. No step is captured."""
+    """A sequence that needs drafts waits for its ids; others run ahead. No step is captured."""
     expected = generate(make_gpu_engine(llama.directory, monkeypatch, **OFF, enforce_eager=True), llama.requests)
     engine = draft_freely(make_gpu_engine(llama.directory, monkeypatch, **llama.on, enforce_eager=True))
     found = generate(engine, llama.requests)
@@ -205,8 +205,8 @@ def test_it_saves_steps(llama: Case) -> None:
 
 
 def test_a_prompt_whose_start_is_cached(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head finds what it has computed of the same prompt. Where it has nothing, it begins behind what is cached."""
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # as many guesses each time
+    """The head finds what it has computed of the same prompt. If there is nothing, it begins after the cached part."""
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # as many drafts each time
     prompt = list(range(3, 300, 3))
     requests = [
         Request(id=number, prompt_ids=prompt, sampling=Sampling(max_tokens=12, seed=1, temperature=0.0))
@@ -241,7 +241,7 @@ def test_a_prompt_whose_start_is_cached(llama: Case, monkeypatch: pytest.MonkeyP
 
 
 def test_few_blocks(llama: Case) -> None:
-    """The head forgets requests that it has no room for."""
+    """The head forgets requests for which it has no room."""
     engine = draft_freely(make_engine(llama.directory, **llama.on))
     model = find_draft_model(engine)
     spare = [model.sequences._pool.allocate() for _ in range(model.sequences._pool.num_free - 8)]

@@ -1,6 +1,5 @@
-"""Engines that share out experts give the tokens of one engine with as many ranks, to the last bit of logprobs:
-whatever the others compute, and when they compute nothing.
-"""
+"""Engines that share experts give the tokens of one engine with as many ranks, to the last bit of logprobs: whatever
+the others compute, and when they compute nothing."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def test_more_engines_than_experts(tmp_path: Path) -> None:
 
 
 class Moves:
-    """Balances rows of which rank 0's experts without copies have most, so that some move however steps fall."""
+    """Shifts the balance to the experts of rank 0 without copies, so that some move whatever the steps."""
 
     def __init__(self) -> None:
         self.num_rows: list[int] = []  # that the ranks counted

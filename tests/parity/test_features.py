@@ -1,5 +1,5 @@
 """Features of requests and of engines together: each request gives the same ids and the same bits of their
-log-probabilities alone and plain as in a crowd of all kinds with drafts, forced tokens and cached prefixes."""
+log-probabilities alone in a plain engine as in a crowd of all kinds with drafts, forced tokens and cached prefixes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STYLES: list[dict[str, object]] = [
 
 @pytest.fixture(autouse=True)
 def masks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even on a machine with other work."""
+    """Even on a busy machine."""
     monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
 
 
@@ -217,7 +217,7 @@ def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("how", HOWS)
 def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
-    """Vectors are of the base model, whatever the requests beside them want."""
+    """Vectors come from the base model, whatever the other requests want."""
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, "qwen3")
     adapter = make_adapter(checkpoint, tmp_path / "adapter")

@@ -42,7 +42,7 @@ VECTORS = [pooling_request(number, [5, 17, 101] * 8) for number in (20, 21)]
 
 @pytest.fixture(autouse=True)
 def masks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even on a machine with other work."""
+    """Even on a busy machine."""
     monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
 
 

@@ -1,5 +1,5 @@
-"""GGUF files of architectures whose tensors the converter cuts and joins are the models that transformers makes of the
-same numbers, on any ranks."""
+"""GGUF files of architectures whose tensors the converter splits and joins are the models that transformers makes of
+the same numbers, on any ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What an engine does on a GPU, without one: steps begun before the last one's ids are known, decode steps captured and
-replayed, rows of padding. The same tokens and log-probabilities as the plain engine on a CPU, for mixed loads.
-"""
+"""The GPU path of an engine, without a GPU: steps start before the last one's ids are known, decode steps are captured
+and replayed, and there are padding rows. Mixed loads give the same tokens and log-probabilities as the plain engine on
+a CPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""JinaBERT, which transformers does not have, against its definition (arXiv:2310.19923) in plain torch, in float32.
+"""JinaBERT, which transformers lacks, against its definition (arXiv:2310.19923) in plain torch, in float32.
 
-Its second form, that of jina-embeddings-v2-base-code, has layer norms of queries and keys, adds what attention reads
+Its second form, that of jina-embeddings-v2-base-code, has layer norms of queries and keys, adds attention's input
 twice, and names its tensors differently.
 """
 

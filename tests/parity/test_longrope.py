@@ -1,5 +1,5 @@
-"""Longrope: a sequence has the short factors until it is longer than the original length, then the long ones, by which
-all of it is computed again, as transformers does; whatever else is served."""
+"""Longrope: a sequence uses the short factors until it is longer than the original length, then the long ones, with
+which all of it is recomputed, as in transformers; whatever else is served."""
 
 from __future__ import annotations
 

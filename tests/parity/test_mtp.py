@@ -1,7 +1,7 @@
-"""With the guesses of an MTP layer and without: the same ids and the same bits of their log-probabilities. And the
-layer's guesses are those of a plain implementation.
+"""With and without the drafts of an MTP layer: the same ids and the same bits of their log-probabilities. The layer's
+drafts must be those of a plain implementation.
 
-The layer was trained on what the tiny model says, so that many guesses are right and some are not.
+The layer was trained on the tiny model's outputs, so that many drafts are right and some are wrong.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ HOWS_TO_GUESS: dict[str, dict[str, object]] = {
 def test_its_guesses_are_those_of_a_plain_implementation(
     family: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # guesses of a random layer are wrong
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # drafts of a random layer are wrong
     layer = make_mtp_checkpoint(tmp_path, family)
     engine = draft_freely(make_engine(tmp_path, **ON, **HOWS_TO_GUESS[how], dtype="float32"))
     found = record_guesses(engine)
@@ -139,7 +139,7 @@ def test_preemption_and_replay(deepseek: Case) -> None:
 
 
 def test_as_on_a_gpu(deepseek: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that is to have drafts waits for its ids; others run ahead. No step is captured."""
+    """A sequence that needs drafts waits for its ids; others run ahead. No step is captured."""
     expected = generate(make_gpu_engine(deepseek.directory, monkeypatch, **OFF, enforce_eager=True), deepseek.requests)
     engine = draft_freely(make_gpu_engine(deepseek.directory, monkeypatch, **ON, enforce_eager=True))
     found = generate(engine, deepseek.requests)

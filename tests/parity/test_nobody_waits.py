@@ -1,5 +1,5 @@
-"""Steps of a GPU, over tensors without numbers: in none does the host wait, and nothing in a captured one comes from it
-or has to be compiled."""
+"""Steps on a GPU, over tensors without numbers: the host never waits, and in a captured step nothing comes from the
+host or needs to be compiled."""
 
 from __future__ import annotations
 

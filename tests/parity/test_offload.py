@@ -1,5 +1,5 @@
 """Blocks that come back from host memory: the same ids and the same bits of log-probabilities as without any cache, for
-every kind of KV and every way to spread it over ranks."""
+every kind of KV and every distribution over ranks."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_steps_that_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def finish_writes(engine: EngineCore) -> None:
-    """Wait until the store is open and has everything. Fails by the number of looks, not by the time."""
+    """Wait until the store is open and has written everything. Limited by the number of polls, not by time."""
     manager = engine._offload
     assert manager is not None and manager.store is not None
     for _ in range(2000):

@@ -1,8 +1,8 @@
 """Oracle for EAGLE-3 heads (arXiv:2503.01840): the head in float32, without a cache, as plainly as possible.
 
-The head reads a token as the embedding of the next one beside `fc` of three hidden states of the served model, and
-guesses the one after that. Where the served model has not been, it reads its own output, before the last norm, in place
-of `fc`'s.
+For each token, the head reads the embedding of the next one and `fc` of three hidden states of the served model, and
+predicts the one after that. At positions that the served model has not computed, it reads its own output, before the
+last norm, instead of `fc`'s.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Head:
         return self._linear("fc", states)
 
     def outputs(self, ids: Tensor, states: Tensor) -> Tensor:
-        """The layer's outputs. ids: those behind each token. states: (tokens, hidden_size) of each token."""
+        """Return the layer's outputs. ids: those after each token. states: (tokens, hidden_size) of each token."""
         hidden = self._norm("midlayer.hidden_norm", states)
         residual = hidden if self.config.get("norm_before_residual") else states
         x = torch.cat((self._norm("midlayer.input_layernorm", self.embedding[ids]), hidden), dim=-1)
@@ -72,7 +72,7 @@ class Head:
         return self._linear("lm_head", self._norm("norm", outputs))
 
     def guess(self, ids: Sequence[int], states: Tensor, count: int) -> list[int]:
-        """The likeliest next ids, one after the other. states: (tokens, 3 * hidden_size) of all ids but the newest."""
+        """Return the most likely next ids in sequence. states: (tokens, 3 * hidden_size) of all but the newest id."""
         known = list(ids)
         fused = self.fuse(states)
         guesses: list[int] = []

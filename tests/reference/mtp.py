@@ -1,8 +1,8 @@
 """Oracle for MTP layers (DeepSeek-V3, arXiv:2412.19437, section 2.2): in float32, without a cache, with the decoder
 layer of transformers.
 
-The layer reads a token as the embedding of the next one beside the served model's last hidden state, both normed, and
-guesses the token after that. Where the served model has not been, it reads its own normed output.
+For each token, the layer reads the embedding of the next one and the served model's last hidden state, both normed, and
+predicts the token after that. At positions that the served model has not computed, it reads its own normed output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MTPLayer:
         return self._body.norm(hidden)[0]
 
     def outputs(self, ids: Tensor, states: Tensor) -> Tensor:
-        """The layer's normed outputs. ids: those behind each token. states: (tokens, hidden_size) of each token."""
+        """Return the layer's normed outputs. ids: those after each token. states: (tokens, hidden_size)."""
         embedded = self._norm("enorm", self._body.embed_tokens(ids))
         x = torch.cat((embedded, self._norm("hnorm", states)), dim=-1) @ self.tensors["eh_proj.weight"].T
         return self._norm("shared_head.norm", self._run(self._body.layers[-1], x[None])[0])
@@ -42,7 +42,7 @@ class MTPLayer:
 
     @torch.no_grad()
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
-        """The likeliest next ids, one after the other."""
+        """Return the most likely next ids in sequence."""
         known = list(ids)
         states = self.states(known[:-1])
         guesses: list[int] = []

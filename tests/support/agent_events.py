@@ -74,7 +74,7 @@ def fold_message(events: list[Json]) -> Json:
 
 
 def strip_message(message: Json) -> Json:
-    """Without what differs from one request to the next."""
+    """Drop what differs from one request to the next."""
     message = {**message, "id": ""}
     message["content"] = [{**block, "id": ""} if block["type"] == "tool_use" else block for block in message["content"]]
     return message
@@ -135,7 +135,7 @@ def _fold_item(added: Json, events: Iterator[Json]) -> Json:
 
 
 def strip_response(response: Json) -> Json:
-    """Without what differs from one request to the next."""
+    """Drop what differs from one request to the next."""
     output = [
         {**item, "id": item["id"].split("_")[0], **({"call_id": ""} if "call_id" in item else {})}
         for item in response["output"]

@@ -1,6 +1,6 @@
-"""Rounds of 44 streams, of mixed completions and chats with calls, schemas and reasoning, in each of which something
-dies or hangs at a random moment: every stream is complete and equal to the undisturbed run, no process is left over,
-and nothing grows. The seed makes a failure repeatable.
+"""Rounds of 44 streams, of mixed completions and chats with calls, schemas and reasoning. In each round, something dies
+or hangs at a random moment; every stream must be complete and equal to the undisturbed run, no process may be left
+over, and nothing may grow. The seed makes a failure reproducible.
 
 With `pytest -s` it prints the figures of docs/reliability.md.
 """
@@ -34,11 +34,11 @@ OPTIONS = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "1000000")
 SEED = 11
 LIMIT = 120.0
 COUNTERS = ("_total", "_count", "_sum", "_bucket")
-SETTLED = 5  # the round from which on nothing may grow
+SETTLED = 5  # from this round on, nothing may grow
 
 
 class Held(NamedTuple):
-    """By the server, and by the engine and its ranks together."""
+    """Resources held by the server, and by the engine and its ranks together."""
 
     server_bytes: int  # resident
     server_files: int  # open descriptors
@@ -48,12 +48,12 @@ class Held(NamedTuple):
 
 @dataclass
 class Chaos:
-    """A daemon and the dice."""
+    """A daemon and a source of randomness."""
 
     daemon: Daemon
     rng: random.Random
     num_ranks: int
-    struck: Counter[str] = field(default_factory=Counter)  # "engine" or "rank 2" -> how often it was the victim
+    struck: Counter[str] = field(default_factory=Counter)  # "engine" or "rank 2" -> how often it was killed
     counters: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -61,7 +61,7 @@ class Chaos:
         return 1 + (self.num_ranks if self.num_ranks > 1 else 0)
 
     def victims(self) -> list[int]:
-        """The engine and its ranks, in their order."""
+        """The engine and its ranks, in order."""
         engine = self.daemon.engine_pid()
         return [engine, *(pid for _, pid in sorted(self.daemon.rank_pids(engine).items()))]
 
@@ -72,7 +72,7 @@ class Chaos:
         os.kill(victims[chosen], number)
 
     def await_other_victims(self, than: int) -> list[int]:
-        """The next engine and its ranks, as soon as their processes are there."""
+        """Wait for the next engine and its ranks."""
         deadline = time.monotonic() + LIMIT
         while True:
             if [pid for pid in self.daemon.engine_pids() if pid != than]:
@@ -83,7 +83,7 @@ class Chaos:
             time.sleep(0.01)
 
     def await_recovery(self, number: int) -> None:
-        """Until the daemon has recovered so many times."""
+        """Wait until the daemon has recovered this many times."""
         deadline = time.monotonic() + LIMIT
         while self.daemon.metrics()["serve_llm_recovery_seconds_count"] < number:
             assert time.monotonic() < deadline and self.daemon.process.poll() is None, "\n".join(self.daemon.log[-30:])
@@ -102,7 +102,7 @@ class Chaos:
         self.await_recovery(recoveries + 1)
 
     def check_counters(self) -> None:
-        """None has gone back since the last time."""
+        """Check that no counter has decreased since the last time."""
         found = {name: value for name, value in self.daemon.metrics().items() if name.endswith(COUNTERS)}
         assert not [name for name, value in self.counters.items() if found.get(name, 0.0) < value]
         self.counters = found
@@ -117,7 +117,7 @@ class Chaos:
         )
 
     def recoveries(self) -> list[float]:
-        """Seconds of each, from the log."""
+        """Return the seconds of each recovery, from the log."""
         lines = (re.search(r"The engine is ready again after ([\d.]+) s", line) for line in self.daemon.log)
         return [float(found[1]) for found in lines if found]
 
@@ -127,7 +127,7 @@ NUM_SLOTS = 2  # so that adapters take turns
 
 
 def turn_on_drafts_and_adapters(directory: Path) -> list[str]:
-    """Options."""
+    """Return the options."""
     modules = []
     for seed, name in enumerate(ADAPTERS):
         modules.append(
@@ -141,7 +141,7 @@ KINDS = ("death", "during recovery", "two in a row", "hang")
 
 
 def run(chaos: Chaos, rounds: int, models: tuple[str, ...]) -> None:
-    """models: that the requests name in turn."""
+    """models: requests name them in turn."""
     url = chaos.daemon.wait_until_serving()
     bodies = [body | {"model": models[number % len(models)]} for number, body in enumerate([*mixed(), *chats()])]
     undisturbed = Streams(url, bodies).finish()
@@ -185,7 +185,7 @@ LONG = pytest.mark.long
     ],
 )
 def test_chaos(grid: tuple[int, int], rounds: int, has_both: bool, tmp_path: Path) -> None:
-    """has_both: drafts, and adapters that take turns."""
+    """has_both: with drafts, and with adapters that take turns."""
     tensor, pipeline = grid
     options = [word for pair in write_files(tmp_path).items() for word in pair]
     if has_both:

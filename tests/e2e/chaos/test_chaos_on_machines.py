@@ -1,5 +1,5 @@
-"""Rounds of streams, in each of which a process or a whole machine is lost: every stream ends with the text of the
-undisturbed run, and nothing is left on any machine. The seed makes a failure repeatable."""
+"""Rounds of streams, in each of which a process or a whole machine is lost: every stream must end with the text of the
+undisturbed run, and nothing may be left on any machine. The seed makes a failure reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of the GPU check share: where they run, the models that they make, and how they take time."""
+"""What the parts of the GPU check share: where they run, the models that they make, and how they measure time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serve_llm.engine.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part runs. rehearse: on a CPU, tiny models, for nothing but to see that the part works."""
+    """Where a part runs. rehearse: on a CPU with tiny models, only to see that the part works."""
 
     report: Report
     rehearse: bool
@@ -51,17 +51,17 @@ class Place:
         return str(folder)
 
     def options(self) -> dict[str, object]:
-        """Of an engine for this place."""
+        """Return the options of an engine for this place."""
         small = {"kv_cache_memory": "256MiB", "dtype": "bfloat16"} if self.rehearse else {}
         return {"device": self.device, "load_format": "dummy", "log_level": "warning", **small}
 
     def words(self) -> list[str]:
-        """The same for a command line."""
+        """Return the same options for a command line."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.options().items()]
 
 
 def place(name: str) -> Place:
-    """From the command line of a part."""
+    """Read the place from the command line of a part."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("--rehearse", action="store_true")
@@ -70,7 +70,7 @@ def place(name: str) -> Place:
 
 
 def seconds(call: Callable[[], object], repeats: int = 5, warm: int = 2) -> float:
-    """Median of so many calls, each waited for."""
+    """Return the median seconds of this many synchronised calls."""
     times = []
     for number in range(warm + repeats):
         wait()
@@ -88,9 +88,9 @@ def wait() -> None:
 
 
 def limits(rehearse: bool) -> Limits:
-    """Of the card: a copy's bytes, read and written; a bfloat16 matrix product of random numbers."""
+    """Return the card's limits: a copy's bytes, read and written; a bfloat16 matrix product of random numbers."""
     found = _limits("cpu", 1 << 20, 256) if rehearse else _limits("cuda", 1 << 32, 8192)
-    torch.cuda.empty_cache()  # the card's memory is the engine's, which is another process
+    torch.cuda.empty_cache()  # the engine, a separate process, needs the card's memory
     return found
 
 
@@ -106,6 +106,6 @@ def _limits(device: str, num_bytes: int, size: int) -> Limits:
 def tell_step(
     here: Place, name: str, took: float, spec: ModelSpec, chunks: Chunks, found: Limits, aim: float | None = None
 ) -> None:
-    """A step's time, and the share of it that its bytes and operations need. took: seconds."""
+    """Report a step's time, and its lower bound by bytes and operations as a share. took: seconds."""
     here.report.measured(name, took * 1000, "ms")
     here.report.measured(f"{name}: share of the floor", floor_seconds(spec, chunks, found) / took, aim=aim)

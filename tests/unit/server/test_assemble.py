@@ -1,4 +1,4 @@
-"""Work that must not hold up the end of the program."""
+"""Work that must not delay the end of the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose restrictions exclude each other, which only the engine finds out: the client's error."""
+"""Requests with contradictory restrictions, which only the engine detects: an error of the client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def send(serve: Serve, model: ServedModel, path: str, *, stream: bool, num_steps: int) -> Reply:
-    """num_steps: that the engine makes before it finds the contradiction."""
+    """num_steps: steps of the engine before it detects the contradiction."""
     served = serve("Hello, you there.<|end|>", served_model=with_tools(model), model_facts=None, automatic=False)
 
     async def run() -> Reply:

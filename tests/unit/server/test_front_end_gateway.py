@@ -1,4 +1,4 @@
-"""What the server answers to hosts that want to join, and streams that end before they are connected."""
+"""Answers to hosts that want to join, and streams that end before they are connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of other servers, and fields that nobody knows, in requests to generate."""
+"""Fields of other servers, and unknown fields, in requests to generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adding and removing engines: who may, within which bounds, and what the server says of it."""
+"""Adding and removing engines: who may do so, within which bounds, and what the server reports."""
 
 from __future__ import annotations
 

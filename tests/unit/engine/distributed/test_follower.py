@@ -1,4 +1,4 @@
-"""A follower against a node 0 by script, over the real connection; no ranks run."""
+"""A follower against a scripted node 0, over the real connection; no ranks run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Following:
             self.result = error
 
     def await_message(self, kind: type[messages.FromNode]) -> messages.FromNode:
-        """Answers go to whoever sent it."""
+        """Answers go to the sender."""
         while True:
             assert self.socket.poll(LIMIT * 1000)
             self.peer, frame = self.socket.recv_multipart()

@@ -1,4 +1,4 @@
-"""How many steps are in flight, and how long a step's result is waited for."""
+"""How many steps are in flight, and how long the executor waits for a step's result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.config import CONFIG
 
 
 class Steps:
-    """A step channel that answers at once, and notes how long it may take."""
+    """A step channel that answers immediately, and records the time limits."""
 
     def __init__(self) -> None:
         self.limits: list[float] = []

@@ -1,4 +1,4 @@
-"""Node 0 against nodes by script, over the real connection; no ranks run."""
+"""Node 0 against scripted nodes, over the real connection; no ranks run."""
 
 from __future__ import annotations
 

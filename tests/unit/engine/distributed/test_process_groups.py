@@ -1,4 +1,4 @@
-"""Which groups and links a rank on a GPU builds; torch's are fakes that note how they are made."""
+"""Which groups and links a rank on a GPU builds; torch's are fakes that record how they are made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORE = object()
 
 
 class Torchs:
-    """A `TorchGroup` that notes how it was made."""
+    """A `TorchGroup` that records how it was made."""
 
     def __init__(
         self,

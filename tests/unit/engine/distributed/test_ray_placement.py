@@ -1,4 +1,4 @@
-"""Where ranks go on a cluster."""
+"""Placement of ranks on a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares which memory, and what each rank is told, on one host and on several."""
+"""Which ranks share which memory, and what each rank is told, on one host and on several."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_tensor_group_over_hosts(endpoint: Endpoint) -> None:
 
 
 def test_stages_that_lie_on_two_hosts(endpoint: Endpoint) -> None:
-    """Three hosts, two ranks each, groups of three: a link inside the middle host there is not, but memory there is."""
+    """Three hosts, two ranks each, groups of three: inside the middle host there is no link, but memory."""
     setup = RankSetup(ParallelLayout(3, 2), ["a", "a", "b", "b", "c", "c"], "a", 1000, endpoint)
     assert setup.tp_groups_across_hosts == [range(3), range(3, 6)]
     middle = HostSetup(ParallelLayout(3, 2), [2, 3], 1000)

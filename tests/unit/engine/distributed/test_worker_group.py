@@ -1,4 +1,4 @@
-"""The worker_group against ranks by script: real sockets that speak `control`, and processes that are made up."""
+"""The worker group against scripted ranks: real sockets that speak `control`, and fake processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 60.0
 
 
 class Ranks:
-    """See `LaunchedWorkers`: two ranks whose ends the test decides."""
+    """See `LaunchedWorkers`: two ranks; the test decides when they end."""
 
     def __init__(self, address: str) -> None:
         self.gone: dict[int, str] = {}
@@ -247,7 +247,7 @@ def on_other_hosts() -> tuple[WorkerGroup, Ranks]:
 
 
 def test_a_rank_whose_connection_is_lost_is_named() -> None:
-    """One that said Alive: on another host, where nobody else watches over it."""
+    """One that sent WorkerAlive: on another host, where nothing else watches it."""
     worker_group, made = on_other_hosts()
     lines = [CurveClient(made.address, "secret") for _ in range(2)]
     try:

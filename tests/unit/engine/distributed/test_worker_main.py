@@ -1,4 +1,4 @@
-"""A rank that nobody on its host watches over, and the order in which a rank begins steps and answers them."""
+"""A rank that nothing on its host watches, and the order in which a rank starts steps and answers them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_it_says_that_it_lives_and_ends_with_the_engine() -> None:
 
 
 class Script:
-    """Steps that come, and computing that ends, as the test says. Both ends of a rank, on which nothing waits."""
+    """Steps that arrive, and computations that end, as scripted. Both ends of a rank; nothing waits for them."""
 
     def __init__(self, coming: list[int], seconds: int) -> None:
-        """coming: after so many looks the next step is there. seconds: looks until a step has been computed."""
+        """coming: number of polls until the next step arrives. seconds: polls until a step has been computed."""
         self.coming, self.seconds = coming, seconds
         self.log: list[str] = []
         self.looks = self.begun = self.answered = 0

@@ -1,4 +1,4 @@
-"""What the draft model keeps of requests, and what it computes again."""
+"""What the draft model keeps of requests, and what it recomputes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_target(number: int, num_prompt: int = 10, grammar: str = "") -> Sequenc
 
 
 def compute(sequences: DraftSequences, draft: DraftSequence, guesses: list[int]) -> None:
-    """As the draft model does: compute all ids but the last guess."""
+    """Like the draft model: compute all ids except the last draft."""
     sequence = draft.sequence
     count = sequence.num_unscheduled + len(guesses) - 1
     assert sequences.reserve(draft, count, {sequence.request.id})

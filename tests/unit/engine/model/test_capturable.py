@@ -1,7 +1,7 @@
-"""A decode step of every family on a GPU's kernels reads nothing back from the device, so that it can be captured.
+"""A decode step of every family with a GPU's kernels reads nothing back from the device, so that it can be captured.
 
-It is computed on meta tensors, which have no numbers: whoever wants one on the host gets an error, and so does whoever
-makes a tensor whose shape follows from numbers on the device. Kernels are noted and not run.
+It is computed on meta tensors, which have no numbers: code that needs one on the host gets an error, and so does code
+that makes a tensor whose shape follows from numbers on the device. Kernels are recorded and not run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ROWS, BLOCKS, BLOCK_SIZE = 5, 9, 8
 
 
 class OnTheDevice(TorchDispatchMode):
-    """No operator meets a tensor of the host: what comes from there has come before the step."""
+    """Fails if an operator gets a tensor of the host: everything from the host must have been copied before the
+    step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ from serve_llm.engine.model.expert_placement import Placement, balance, count_ro
 
 
 def check(placement: Placement, before: Placement, num_experts: int, first: int) -> None:
-    """Every expert is somewhere, no rank has two copies, and no rank has more or fewer slots than before."""
+    """Check that every expert is placed, no rank has two copies, and no rank has more or fewer slots than before."""
     assert [len(slots) for slots in placement] == [len(slots) for slots in before]
     assert set(sum(placement, ())) == set(range(first, first + num_experts))
     assert all(len(set(slots)) == len(slots) for slots in placement)

@@ -1,4 +1,4 @@
-"""Engines that make their steps together: none waits for ever, none makes a step that nobody needs, all end."""
+"""Engines that run their steps together: none waits forever, none runs an unneeded step, and all end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from support.config import CONFIG
 
-LIMIT = 60.0  # seconds; nothing takes nearly as long unless somebody waits in vain
+LIMIT = 60.0  # seconds; nothing takes nearly as long unless something hangs
 
 
 class MeetingExecutor(Executor):
-    """Every step is a meeting of all engines, as experts make it one; and what each of them computed in it."""
+    """Every step is a meeting of all engines, as with experts; records what each of them computed in it."""
 
     layout = CacheLayout((GroupLayout(8, None),), block_bytes=64, num_blocks=64)
 
@@ -47,7 +47,7 @@ class MeetingExecutor(Executor):
 
 
 class QueueChannel:
-    """Messages from a test's thread. As a poll would, `receive` also returns when another engine has said something."""
+    """Messages from a test's thread. Like a poll, `receive` also returns when another engine has sent something."""
 
     def __init__(self, lockstep: DPStepSync) -> None:
         self._lockstep = lockstep
@@ -97,7 +97,7 @@ class Group:
         self.channels[index].put(Submit([Request(id=number, prompt_ids=[1] * 5, sampling=sampling)]))
 
     def wait_for(self, index: int) -> None:
-        """Until another request of this engine has ended."""
+        """Wait until another request of this engine has ended."""
         assert self.channels[index].finished.acquire(timeout=LIMIT), "a request does not end"
 
     def stop(self) -> None:
@@ -108,7 +108,7 @@ class Group:
         self._pool.shutdown()
 
     def check(self) -> None:
-        """All have made the same steps, each of which somebody needed."""
+        """Check that all have run the same steps, and that each step was needed."""
         computed = [executor.num_tokens for executor in self.executors]
         assert len({len(steps) for steps in computed}) == 1
         assert all(any(step) for step in zip(*computed, strict=True))

@@ -1,4 +1,4 @@
-"""Shares of ranks: nothing is lost, nothing is held twice, nobody has more than their part."""
+"""Shares of ranks: nothing is lost, nothing is held twice, and no rank has more than its part."""
 
 from __future__ import annotations
 

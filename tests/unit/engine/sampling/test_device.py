@@ -1,4 +1,4 @@
-"""The sampler that does not wait: what it draws, and that nothing is read from the device before `finish`."""
+"""The sampler that does not wait: what it draws, and that it reads nothing from the device before `finish`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STYLES: list[dict[str, Any]] = [
 
 
 class Alone:
-    """A vocabulary that is not shared out."""
+    """A vocabulary that is not sharded."""
 
     size = VOCAB
     is_sharded = False
@@ -47,7 +47,7 @@ class Alone:
 
 @dataclass
 class LateCopy:
-    """A copy that holds what it was taken of only when it is waited for."""
+    """A copy that takes its contents only when it is waited for."""
 
     log: list[str]
     source: Tensor
@@ -75,7 +75,7 @@ class LateTransfer:
 
 
 class Logged:
-    """Kernels that note their calls."""
+    """Kernels that record their calls."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

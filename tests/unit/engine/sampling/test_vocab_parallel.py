@@ -1,4 +1,4 @@
-"""Sampling from logits that are shared out over ranks: exactly what one rank would draw from whole rows."""
+"""Sampling from logits that are sharded over ranks: exactly what one rank would draw from whole rows."""
 
 from __future__ import annotations
 

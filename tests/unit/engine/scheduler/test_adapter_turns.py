@@ -41,7 +41,7 @@ def make_scheduler(num_rows: int = 256, num_slots: int = NUM_SLOTS) -> Scheduler
 
 
 class Run(NamedTuple):
-    """What became of some requests."""
+    """The results of some requests."""
 
     queued: dict[int, float]  # steps until the first admission, by request id
     num_tokens: Counter[int]  # by request id
@@ -91,7 +91,7 @@ def test_a_further_adapter_gets_a_slot_at_once(depth: int) -> None:
 
 
 def test_200_adapters_at_once_take_turns() -> None:
-    """Nobody has a second turn before all have had their first."""
+    """No adapter has a second turn before all have had their first."""
     requests = [ask(number, number, 3 * AdapterSlots.TURN) for number in range(NUM_ADAPTERS)]
     found = run(make_scheduler(), {0: requests})
     turn = AdapterSlots.TURN + NUM_SLOTS  # slots are passed on one by one

@@ -1,4 +1,4 @@
-"""Ids that a grammar demands, under random loads: as many requests end alike, whatever is computed when."""
+"""Ids that a grammar forces, under random loads: as many requests end in the same way, whatever is computed when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_random_loads(specs, load: Load) -> None:
 
 
 def test_forced_ids_of_a_long_prompt_are_no_prompt() -> None:
-    """They hold up no other long prompt, and share a step with it."""
+    """They delay no other long prompt, and share a step with it."""
     scheduler = Scheduler(FULL, 100, max_num_seqs=4, max_model_len=64, max_chunk=8, prefix_caching=False)
     sampling = Sampling(max_tokens=30, seed=0, grammar="a grammar")
     scheduler.add(Request(id=1, prompt_ids=[1] * 20, sampling=sampling), 0.0)
