@@ -44,9 +44,9 @@ class BaseWeights:
 class LoRAPart:
     """A rank's part of a weight of a merged linear layer."""
 
-    shape: tuple[int, int]  # of the whole weight
-    inputs: range  # of this rank
-    outputs: range  # of this rank
+    shape: tuple[int, int]  # the whole weight
+    inputs: range  # on this rank
+    outputs: range  # on this rank
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ class _LinearLayer(NamedTuple):
     name: str  # such as "layers.3.attention.q"
     outputs: int
     inputs: int
-    num_own_outputs: int  # of this rank
+    num_own_outputs: int  # on this rank
     num_own_inputs: int
 
 

@@ -26,7 +26,7 @@ class MessageBuilder:
         (delta,) = deltas
         calls = iter(delta.collect_calls())
         blocks: list[Json] = []
-        texts: list[str] = []  # of the last block
+        texts: list[str] = []  # in the last block
         for piece in delta.ordered_pieces:
             match piece:
                 case ContentPiece() | ReasoningPiece():
@@ -77,7 +77,7 @@ class MessageEncoder:
         self._has_started = False
         self._num_blocks = 0
         self._open: str | None = None  # type of the open block
-        self._thoughts: list[str] = []  # of the open block
+        self._thoughts: list[str] = []  # in the open block
         self._end: Json | None = None
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:

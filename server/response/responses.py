@@ -31,7 +31,7 @@ class ReplyItems:
         self._encrypts_reasoning = encrypts_reasoning
         self._is_compaction = is_compaction
         self._is_open = False  # whether the last item is open
-        self._texts: list[str] = []  # of the open item
+        self._texts: list[str] = []  # in the open item
         self._custom_input = CustomInputReader()  # reads the open item if it is a custom tool's call
         self._logprobs: list[Json] = []
 
