@@ -222,7 +222,7 @@ def test_engines_beyond_the_devices_do_not_fit() -> None:
     assert not stated.chosen.fits and stated.chosen.missing_devices == 2
     assert "5 engines with --tensor-parallel-size 2" in describe_shortage(stated, [])
     single = plan(published.LLAMA_8B, {"gpu": "h100"}, tensor_parallel_size=9)
-    expected = "one engine with --tensor-parallel-size 9 --pipeline-parallel-size 1 needs 9 GPUs, but there are 8; take"
+    expected = "one engine with --tensor-parallel-size 9 --pipeline-parallel-size 1 needs 9 GPUs, but there are 8; use"
     assert expected in describe_shortage(single, [])
 
 

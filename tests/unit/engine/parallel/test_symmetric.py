@@ -131,7 +131,7 @@ def test_joining_registers_the_group_that_operators_look_for(monkeypatch: pytest
 
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match=r"--all-reduce: symmetric needs each .* group on one host, not on 2; take"):
+    with pytest.raises(OptionError, match=r"--all-reduce: symmetric needs each .* group on one host, not on 2; use"):
         symmetric.build_symmetric_group(
             c10d.HashStore(), "group of stage 0", MemoryGroup(Meeting(2), 0), ["a", "b"], CPU
         )
