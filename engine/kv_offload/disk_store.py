@@ -198,7 +198,7 @@ class DiskBlockStore:
         try:
             with open(path, "rb", buffering=0) as file:
                 self._fill(file.readinto, file.read(HEADER.size), key, slot)
-                os.utime(file.fileno())  # deletes the least recently used blocks first
+                os.utime(file.fileno())  # deletion starts with the least recently used blocks
         except FileNotFoundError:
             return _TransferOutcome.MISSING
         except CorruptBlock as error:
