@@ -120,7 +120,7 @@ def _write(parent: Element, x: float, y: float, text: str, anchor: str) -> Eleme
 
 
 def find_ticks(highest: float) -> Iterator[float]:
-    """Return round tick values from 0 to at least `highest`, at most MOST_TICKS + 1 of them; 0 and 1 for 0."""
+    """Yield round tick values from 0 to at least `highest`, at most MOST_TICKS + 1 of them; 0 and 1 for 0."""
     if highest <= 0:
         yield from (0.0, 1.0)
         return

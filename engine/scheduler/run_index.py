@@ -50,7 +50,7 @@ class RunIndex:
             latest[bucket] = position
 
     def find(self, run: int) -> Items[int]:
-        """Yield where runs end that probably are the one with this hash (`hash_end`), most recent first."""
+        """Return where runs end that probably are the one with this hash (`hash_end`), most recent first."""
         if not self._latest:
             return ()
         candidate = self._latest[run & self._mask]

@@ -40,7 +40,7 @@ class _Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of the parts of a dialect."""
 
     def list_delimiters(self) -> Iterator[str]:
-        """Return all delimiters of this part and of the parts in it."""
+        """Yield all delimiters of this part and of the parts in it."""
         return iter(())
 
 
@@ -185,7 +185,7 @@ class Dialect(_Format, frozen=True, kw_only=True):
         return frozenset(token for token in added_tokens if token and token in text)
 
     def _list_inner_delimiters(self) -> Iterator[str]:
-        """Return all delimiters except `ends`."""
+        """Yield all delimiters except `ends`."""
         for part in (self.reasoning, self.content, self.calls):
             if part is not None:
                 yield from part.list_delimiters()

@@ -122,7 +122,7 @@ def find_header(template: ChatTemplate) -> str:
 
 
 def render_turns(template: ChatTemplate) -> Iterator[RenderedTurn]:
-    """Return sentinel turns with calls that the template accepts, those with the most content first."""
+    """Yield sentinel turns with calls that the template accepts, those with the most content first."""
     for arguments in (_ARGUMENTS, _NUMBER):
         for content in (_CONTENT, ""):
             for names in (_NAMES, _NAMES[:1]):
@@ -235,7 +235,7 @@ def _may_hold(text: str, calls: CallFormat) -> bool:
 
 
 def _list_written(calls: CallFormat) -> Iterator[str]:
-    """Return the delimiters of a call as the grammar writes them."""
+    """Yield the delimiters of a call as the grammar writes them."""
     for delimiter in (calls.section_open, calls.open, calls.name_end, calls.close, calls.section_close):
         yield get_written_form(delimiter)
     if isinstance(calls.codec, TaggedCodec):
@@ -269,7 +269,7 @@ def _find_by_marks(template: ChatTemplate, added_tokens: Collection[str]) -> Dia
 
 
 def _list_marks(calls: CallFormat) -> Iterator[str]:
-    """Return tokens and words that the model always writes in a call."""
+    """Yield tokens and words that the model always writes in a call."""
     if calls.is_bare:
         return
     for delimiter in _list_written(calls):

@@ -92,7 +92,7 @@ def list_alternatives(schema: Schema, root: Schema) -> list[object]:
 
 
 def list_parts(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """Return the schema as alternatives of one type or value each, if it can be written that way."""
+    """Yield the schema as alternatives of one type or value each, if it can be written that way."""
     if branches := list_alternatives(schema, root):
         for branch in branches:
             yield from list_parts(branch, root) if isinstance(branch, Mapping) else ()

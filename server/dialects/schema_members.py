@@ -142,7 +142,7 @@ def _refuse(schema: Schema, keywords: Collection[str]) -> None:
 
 
 def list_names(schema: object) -> Iterator[str]:
-    """Return the names of all properties that a schema declares, at any depth. The schema may be malformed."""
+    """Yield the names of all properties that a schema declares, at any depth. The schema may be malformed."""
     stack = [schema]
     while stack:
         found = stack.pop()

@@ -61,7 +61,7 @@ def follow_reference(reference: str, root: Mapping[str, object]) -> object:
 
 
 def find_types(schema: object, root: Mapping[str, object], depth: int = 0, *, nullable: bool = False) -> Iterator[str]:
-    """Return the types that a schema names; empty if it names none. root: the schema that references point into.
+    """Yield the types that a schema names; empty if it names none. root: the schema that references point into.
     nullable: include null if OpenAPI's keyword `nullable` allows it."""
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:

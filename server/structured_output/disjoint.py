@@ -90,7 +90,7 @@ class DisjointSchemas:
                 yield from self._list_conjuncts(part, depth - 1)
 
     def resolve(self, schema: Schema) -> Iterator[object]:
-        """Return what the `$ref` of a schema leads to; nothing if that is hard to determine."""
+        """Yield what the `$ref` of a schema leads to; nothing if that is hard to determine."""
         if self._has_one_resource and str(schema["$ref"]).startswith("#/"):
             for target in find_targets(self._root, Subschema("", schema)):
                 yield target.schema

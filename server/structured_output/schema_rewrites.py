@@ -79,7 +79,7 @@ def _rewrite_format(schema: Schema) -> None:
 
 
 def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
-    """Return what must hold if an object has a property: it has others, or a schema is valid."""
+    """Rewrite what must hold if an object has a property: it has others, or a schema is valid."""
     found = schema.get(keyword)
     if not isinstance(found, dict):
         return
@@ -118,7 +118,7 @@ def _replace_integers(schema: object) -> object:
 
 
 def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
-    """Return each branch, without what other branches allow too."""
+    """Rewrite oneOf: each branch excludes what other branches allow too, unless it does so by itself."""
     found = schema.get("oneOf")
     if not isinstance(found, list) or not 1 < len(found) <= _MAX_WAYS:
         return

@@ -72,7 +72,7 @@ def _get_uri_name(schema: object) -> str:
 
 
 def _list_prefixes(pointer: str) -> Iterator[str]:
-    """Return a JSON pointer and those of its ancestors."""
+    """Yield a JSON pointer and those of its ancestors."""
     yield pointer
     while pointer:
         pointer = pointer.rpartition("/")[0]
@@ -111,7 +111,7 @@ def add_part(schema: Schema, part: Schema | bool) -> None:
 
 
 def find_targets(resource: Subschema, place: Subschema) -> Iterator[Subschema]:
-    """Return what the pointer of a $ref leads to from a resource, if anything."""
+    """Yield what the pointer of a $ref leads to from a resource, if anything."""
     reference = place.schema.get("$ref") if isinstance(place.schema, dict) else None
     if not isinstance(reference, str):
         return

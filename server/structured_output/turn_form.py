@@ -20,7 +20,7 @@ class TurnForm(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None  # for the content
 
     def list_parts(self) -> Iterator[StructuredOutputs]:
-        """Return what must be enforced inside the turn, as separate requests."""
+        """Yield what must be enforced inside the turn, as separate requests."""
         if self.structured_outputs is not None:
             yield self.structured_outputs
         for tool in self.tool_choice.select(self.tools):

@@ -145,7 +145,7 @@ def _ids(rng: random.Random, number: int) -> list[int]:
 
 
 def shared(rng: random.Random, num_prefixes: int, num_tokens: int) -> Iterator[list[int]]:
-    """Return prompts that begin with one of `num_prefixes` texts, the k-th with frequency 1 / k, and then differ."""
+    """Yield prompts that begin with one of `num_prefixes` texts, the k-th with frequency 1 / k, and then differ."""
     prefixes = [_ids(rng, num_tokens) for _ in range(num_prefixes)]
     weights = [1 / place for place in range(1, num_prefixes + 1)]
     while True:
@@ -153,7 +153,7 @@ def shared(rng: random.Random, num_prefixes: int, num_tokens: int) -> Iterator[l
 
 
 def conversations(rng: random.Random, num_open: int) -> Iterator[list[int]]:
-    """Return prompts of `num_open` conversations, each prompt being everything said so far; they end after 3 to 10
+    """Yield prompts of `num_open` conversations, each prompt being everything said so far; they end after 3 to 10
     turns."""
     said = [_ids(rng, 300) for _ in range(num_open)]
     left = [rng.randrange(3, 11) for _ in range(num_open)]
@@ -167,7 +167,7 @@ def conversations(rng: random.Random, num_open: int) -> Iterator[list[int]]:
 
 
 def unlike(rng: random.Random) -> Iterator[list[int]]:
-    """Return prompts that have nothing in common."""
+    """Yield prompts that have nothing in common."""
     while True:
         yield _ids(rng, rng.randrange(50, 2000))
 

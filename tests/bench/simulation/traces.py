@@ -88,7 +88,7 @@ class Mix:
 
 
 def poisson_times(rng: random.Random, rate: float) -> Iterator[float]:
-    """Return arrivals at `rate` per second."""
+    """Yield arrivals at `rate` per second."""
     now = 0.0
     while True:
         now += rng.expovariate(rate)
@@ -98,7 +98,7 @@ def poisson_times(rng: random.Random, rate: float) -> Iterator[float]:
 def bursty_times(
     rng: random.Random, rate: float, factor: float = 8.0, share: float = 0.1, seconds: float = 5.0
 ) -> Iterator[float]:
-    """Return arrivals at `rate` per second on average, from a Markov-modulated Poisson process: during bursts, which
+    """Yield arrivals at `rate` per second on average, from a Markov-modulated Poisson process: during bursts, which
     last `seconds` on average and take `share` of the time, the rate is `factor` times as high. Requires factor * share
     < 1."""
     burst_rate = rate * factor
