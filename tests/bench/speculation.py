@@ -4,22 +4,21 @@ In about 4 minutes: OMP_WAIT_POLICY=passive PYTHONPATH=tests python -m bench.spe
 
 Two engines in one process step alternately, so that other work on the machine disturbs both. They run the demo model,
 so that texts are realistic: edits of functions of the standard library (a name replaced), quotes of them, and ordinary
-code, which is sampled; one stream, and 8 at a time. Both engines write the same ids. Prints a table, then one JSON
-line. `on / off` is the median over turns of the ratio of tokens per second, `all` the ratio of the times of all turns,
-`cpu` the median for processor time, which other work disturbs less; `accepted` is the share of accepted draft tokens,
-`per step` the ids per step, `aim` the target ratio (for 8 streams, that no workload becomes slower).
+code, which is sampled; one stream, and 8 at a time. `--texts other` uses texts that no rule was tuned on: other
+functions, docstrings, JSON, lists, a mix in which one stream in eight copies, and a few ids in random order, whose
+matches mean nothing. `--model DIRECTORY` runs another model; one with random weights copies nothing. Both engines write
+the same ids. Prints a table, then one JSON line. `on / off` is the median over turns of the ratio of tokens per second,
+`all` the ratio of the times of all turns, `cpu` the median for processor time, which other work disturbs less;
+`accepted` is the share of accepted draft tokens, `per step` the ids per step, `aim` the target ratio (for 8 streams,
+that no workload becomes slower). `--same` runs two engines without drafts, whose difference is the measurement error.
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import heapq
-import inspect
 import json
-import shlex
+import os
 import statistics
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,35 +26,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from bench.draft_texts import FEW_IDS, TEXTS, Task
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
-FUNCTIONS = (fnmatch.translate, heapq.merge, heapq.nsmallest, textwrap.dedent, shlex.split, textwrap.indent)
-MAX_CHARACTERS = 1200  # the demo model's context is 2,048 tokens
 STREAMS = 8
 AIM_OF_MANY = 0.97  # ratio of the tokens per second of all streams
-
-
-@dataclass(frozen=True)
-class Task:
-    prompts: Sequence[str]
-    temperature: float
-    aim: float  # ratio for one stream
-
-
-def make_tasks() -> dict[str, Task]:
-    sources = [inspect.getsource(function)[:MAX_CHARACTERS] for function in FUNCTIONS]
-    quotes = []
-    edits = []
-    for source in sources:
-        head = source[: source.index("\n") + 1]
-        quotes.append(f"{source}\n\n{source}\n\n{head}")
-        edited = source.replace("self", "this").replace("key", "sort_key").replace("text", "string")
-        edits.append(f"{source}\n\n# the same with other names\n{edited[: len(edited) // 2]}")
-    ordinary = [source[: len(source) // 3] for source in sources]
-    return {"edit": Task(edits, 0.0, 1.6), "quote": Task(quotes, 0.0, 1.6), "ordinary": Task(ordinary, 0.8, 0.98)}
 
 
 @dataclass
@@ -118,8 +96,14 @@ def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tok
     requests = []
     for number in range(streams):
         prompt = task.prompts[(turn + number) % len(task.prompts)]
-        sampling = Sampling(max_tokens=tokens, seed=100 * turn + number, temperature=task.temperature)
         ids = tokenizer.encode(prompt).ids
+        few = dict.fromkeys(sorted(set(ids))[:FEW_IDS], 1000.0) if task.few_ids else {}
+        sampling = Sampling(
+            max_tokens=tokens,
+            seed=100 * turn + number,
+            temperature=task.temperature,
+            logit_bias=few,
+        )
         requests.append(Request(id=number, prompt_ids=ids, sampling=sampling, tenant=tenant))
     return requests
 
@@ -156,19 +140,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=200, help="output tokens per stream")
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--texts", choices=TEXTS, default="tuned")
+    parser.add_argument("--tasks", nargs="+", help="run only these texts")
+    parser.add_argument("--model", default="demo", help="directory with weights and a tokenizer")
+    parser.add_argument("--same", action="store_true", help="run both engines without drafts")
     given = parser.parse_args()
-    folder = resolve_model("demo")
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    configs = {False: "none", True: "ngram"}
+    folder = Path(resolve_model(given.model))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    configs = {False: "none", True: "none" if given.same else "ngram"}
     engines = {is_on: make_engine(folder, speculative_config=config) for is_on, config in configs.items()}
+    print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
     results: dict[str, dict[str, float]] = {}
     for streams in (1, STREAMS):
-        for name, task in make_tasks().items():
+        for name, task in TEXTS[given.texts]().items():
+            if given.tasks and name not in given.tasks:
+                continue
             requests = [make_requests(task, tokenizer, turn, streams, given.tokens) for turn in range(given.turns)]
             run_turns(engines, make_requests(task, tokenizer, 0, streams, 8))  # prefixes are cached from here on
             found = measure(engines, requests)
             found["aim"] = task.aim if streams == 1 else AIM_OF_MANY
             results[f"{name}, {streams} stream{'s' if streams > 1 else ''}"] = found
+            print(f"{name}, {streams}: {found['ratio']:.3f}, load average {os.getloadavg()[0]:.1f}", flush=True)
     titles = f"{'on / off':>10}{'least':>8}{'all':>8}{'cpu':>8}{'aim':>8}{'accepted':>10}{'per step':>10}"
     print(f"{'':22}{'off, tokens/s':>14}{titles}")
     for name, found in results.items():
