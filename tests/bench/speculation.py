@@ -33,6 +33,7 @@ from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
 STREAMS = 8
+BIAS = 1000.0  # makes all ids without it impossible
 AIM_OF_MANY = 0.97  # ratio of the tokens per second of all streams
 
 
@@ -97,7 +98,7 @@ def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tok
     for number in range(streams):
         prompt = task.prompts[(turn + number) % len(task.prompts)]
         ids = tokenizer.encode(prompt).ids
-        few = dict.fromkeys(sorted(set(ids))[:FEW_IDS], 1000.0) if task.few_ids else {}
+        few = dict.fromkeys(sorted(set(ids))[:FEW_IDS], BIAS) if task.few_ids else {}
         sampling = Sampling(
             max_tokens=tokens,
             seed=100 * turn + number,
