@@ -70,10 +70,12 @@ async def serve(options: Options) -> int:
     signals = StopSignals()
     listener = listen(options.host, options.port)
     url = format_listening_url(listener, "https" if options.ssl_certfile else "http")
+    front_ends = FrontEndGroup(options, listener) if options.has_front_ends else None
+    if front_ends is not None:  # from the start to the end, because the default of SIGHUP is to end the process
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, front_ends.upgrade)
     logger.info("Listening on %s; loading %s", url, options.model)
     if not options.api_key and not is_loopback(listener):
         logger.warning("Anyone who can reach %s can use the server: set --api-key, or --host 127.0.0.1", url)
-    front_ends = FrontEndGroup(options, listener) if options.has_front_ends else None
     startup_app = StartupApp(options.page)
     http_server = HttpServer(startup_app, options.limits, options.ssl_keyfile, options.ssl_certfile)
     serving = asyncio.ensure_future(http_server.serve(sockets=[listener if front_ends is None else listener.dup()]))
@@ -122,12 +124,9 @@ async def _serve_front_ends(front_ends: FrontEndGroup, assembly: Assembly, optio
     server = HttpServer(assembly.app, options.limits, None, None)
     answering = asyncio.ensure_future(server.serve(sockets=[internal]))
     keeping = asyncio.ensure_future(keep_running(front_ends.serve, "watches the front ends"))
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, front_ends.upgrade)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
         keeping.cancel()
         await front_ends.stop()
         server.should_exit = True

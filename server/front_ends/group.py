@@ -79,6 +79,7 @@ class FrontEndGroup:
         self._hosts: list[FrontEndHost] = [self._local]
         self._server: _Server | None = None
         self._is_serving = False
+        self._upgrade_is_due = False  # asked for before `serve`
         self._revision = 0  # counts upgrades
         self._num_started = 0
         self._num_collections = 0
@@ -128,6 +129,9 @@ class FrontEndGroup:
     async def serve(self) -> None:
         """Accept connections, and replace front ends that end, until cancelled."""
         self._is_serving = True
+        if self._upgrade_is_due:
+            self._upgrade_is_due = False
+            self.upgrade()
         while True:
             self.advance()
             self._send_state()
@@ -135,7 +139,11 @@ class FrontEndGroup:
             await asyncio.sleep(POLL_SECONDS)
 
     def upgrade(self) -> None:
-        """Replace all front ends, one after the other, by new processes, which run the currently installed code."""
+        """Replace all front ends, one after the other, by new processes, which run the currently installed code. If
+        they do not serve yet, this waits until they do."""
+        if not self._is_serving:
+            self._upgrade_is_due = True
+            return
         logger.info("Replacing %d front ends one after the other", sum(host.num_wanted for host in self._hosts))
         self._revision += 1
         for host in self._hosts:
@@ -205,13 +213,13 @@ class FrontEndGroup:
         host.processes.remove(process)
         if process.relay is not None:
             process.relay.close()
-        if host.num_wanted and process.revision == self._revision:
+        if host.num_wanted and (process.phase == "serving" or process.revision == self._revision):
             self._note_end(host, process, how)
         self._changed.set()
         self.advance()
 
     def _note_end(self, host: FrontEndHost, process: FrontEndProcess, how: str) -> None:
-        """Record that a process of this revision has ended on a host that needs it."""
+        """Log and count the end of a process, unless it was draining or in reserve."""
         if process.phase == "loading":
             host.note_failure()
         if not self._is_serving or process.phase not in ("serving", "loading"):

@@ -63,8 +63,15 @@ class FrontEndHost(ABC):
         serving = self._list("serving")
         outdated = [one for one in serving if one.revision != revision]
         spares = [one for one in self._list("spare") if one.revision == revision]
+        old_spares = [one for one in self._list("spare") if one.revision != revision]
+        if spares:
+            for process in old_spares:
+                process.kill()
+        else:  # nothing of this revision is loaded yet
+            spares = old_spares
         while spares and len(serving) < self.num_wanted:
             serving.append(_activate(spares.pop(0)))
+        spares = [one for one in spares if one.revision == revision]
         if outdated and spares and not self._list("draining"):
             serving.append(_activate(spares.pop(0)))
             _drain(outdated[0], drain_seconds)
@@ -86,10 +93,11 @@ class FrontEndHost(ABC):
         self._next_start = time.monotonic() + min(LONGEST_PAUSE, pause)
 
     def upgrade(self) -> None:
-        """Immediately replace processes that do not serve yet. `advance` does the rest, with another revision."""
+        """Stop what is loading. `advance` does the rest, with another revision. The spare stays until a process of that
+        revision is loaded, because one that serves may die before, or the new code may not load."""
         self.note_loaded()
         self._next_start = 0.0
-        for process in self._list("loading", "spare"):
+        for process in self._list("loading"):
             process.kill()
 
     def _leave(self, drain_seconds: float) -> None:

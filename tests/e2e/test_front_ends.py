@@ -137,7 +137,10 @@ def test_adapters_come_and_go_in_all_front_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_outlives_the_server() -> None:
     with Daemon("demo", "--front-ends", "2", "--kv-cache-memory", "16MiB") as daemon:
+        daemon.wait_until_logged("Listening on")
+        daemon.signal(signal.SIGHUP)  # too early, which does no harm
         daemon.wait_until_serving()
+        daemon.wait_until_logged("Replacing 2 front ends")
         children = psutil.Process(daemon.process.pid).children(recursive=True)
         assert len(children) >= 3
         daemon.signal(signal.SIGKILL)

@@ -108,6 +108,54 @@ def test_one_is_in_reserve_after_crashes_and_after_an_upgrade() -> None:
     asyncio.run(scenario())
 
 
+def test_the_old_spare_is_in_reserve_until_new_code_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that serves may die during an upgrade, and the new code may not load."""
+    monkeypatch.setattr(host_module, "FIRST_PAUSE", 3600.0)
+
+    async def scenario() -> None:
+        with socket.socket() as listener:
+            group = FrontEndGroup(make_options("demo", front_ends=2), listener)
+            await serve(group)
+            group.upgrade()
+            await settle()
+            assert count_phases(group) == {("serving", 0): 2, ("spare", 0): 1, ("loading", 1): 1}
+            group.processes[-1][1].kill()  # it does not load
+            await settle()
+            group.processes[0][1].kill()
+            await settle()
+            assert count_phases(group) == {("serving", 0): 2} and group.counts.num_restarts == 1
+            for _ in range(2):  # once it has been mended
+                group.upgrade()
+            await settle()
+            await load(group)
+            assert count_phases(group) == {("serving", 3): 2, ("spare", 3): 1}
+            await group.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_upgrade_during_the_start_waits_until_front_ends_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FrontEndGroup, "_send_state", lambda self: None)
+
+    async def scenario() -> None:
+        with socket.socket() as listener:
+            group = FrontEndGroup(make_options("demo", front_ends=2), listener)
+            for _ in range(2):
+                group.upgrade()
+            await settle()
+            for host, process in group.processes:
+                mark_loaded(group, host, process)
+            assert count_phases(group) == {("spare", 0): 2}
+            serving = asyncio.ensure_future(group.serve())
+            await settle()
+            await load(group)
+            assert count_phases(group) == {("serving", 1): 2, ("spare", 1): 1}
+            serving.cancel()
+            await group.stop()
+
+    asyncio.run(scenario())
+
+
 def test_each_host_has_its_own_processes() -> None:
     async def scenario() -> None:
         with socket.socket() as listener:
