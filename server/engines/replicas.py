@@ -200,16 +200,34 @@ class Replicas:
 
     def _place_waiting(self) -> None:
         """Submit waiting requests: one suspect to an idle engine, and all that are not suspects."""
-        waiting = [tracked for tracked in self._open.values() if not tracked.is_placed]
-        suspect = self._quarantine.choose_suspect(waiting)
-        if suspect is not None:
-            busy = {tracked.engine for tracked in self._open.values() if tracked.is_placed}
-            idle = (index for index, one in enumerate(self.engines) if one.accepts and index not in busy)
-            engine = next(idle, None)
-            if engine is not None:
-                self._quarantine.isolate(suspect, engine)
-                self._submit(engine, [suspect])
+        suspect = self._quarantine.choose_suspect(self._list_waiting())
+        engine = None if suspect is None else self._free_engine()
+        waiting = self._list_waiting()
+        if suspect is not None and engine is not None:
+            self._quarantine.isolate(suspect, engine)
+            self._submit(engine, [suspect])
         self._place([tracked for tracked in waiting if not self._quarantine.is_suspect(tracked)])
+
+    def _list_waiting(self) -> list[TrackedRequest]:
+        return [tracked for tracked in self._open.values() if not tracked.is_placed]
+
+    def _free_engine(self) -> int | None:
+        """Return an engine without requests. If there is none and none will be replaced, take the requests off one."""
+        by_engine: dict[int, list[TrackedRequest]] = {
+            index: [] for index, replica in enumerate(self.engines) if replica.accepts
+        }
+        for tracked in self._open.values():
+            if tracked.is_placed and tracked.engine in by_engine:
+                by_engine[tracked.engine].append(tracked)
+        if not by_engine:
+            return None
+        engine = min(by_engine, key=lambda index: len(by_engine[index]))
+        if by_engine[engine] and any(replica.is_lost for replica in self.active):
+            return None
+        self._withdraw(by_engine[engine])
+        for tracked in by_engine[engine]:
+            tracked.prepare_resubmission(self.next_id())
+        return engine
 
     def _place(self, requests: Sequence[TrackedRequest]) -> None:
         """Submit requests to the engines that the router chooses; none if every engine is lost or reserved."""

@@ -129,6 +129,32 @@ def test_other_engines_take_over_at_once() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_guilty", [False, True])
+def test_a_suspect_runs_alone_when_the_engines_that_it_lost_are_removed(is_guilty: bool) -> None:
+    """It would wait for one of them to be replaced."""
+
+    async def run() -> None:
+        three = Deployment(3)
+        other, suspect = [sink for _ in range(2) for sink in three.submit(1)]
+        three.engines[0].step()
+        for index in (1, 2):
+            assert len(three.engines[index].open) == 1
+            three.kill(index)
+        three.replicas.retire(2)
+        assert len(three.engines[0].open) == 1 and not suspect.outputs, "engine 1 may come back"
+        three.replicas.retire(1)
+        assert len(three.engines[0].open) == 1 and three.engines[0].submitted[-1].output_ids == []
+        if is_guilty:
+            three.kill(0)
+            assert suspect.reason is FinishReason.ERROR
+            three.restart(0)
+        while other.reason is None:
+            three.engines[0].step()
+        assert other.ids == list(range(100, 140)) and (is_guilty or suspect.ids == other.ids)
+
+    asyncio.run(run())
+
+
 def test_an_expert_parallel_group_is_lost_and_replaced_together() -> None:
     async def run() -> None:
         two = Deployment(2)
