@@ -81,4 +81,4 @@ def _start_on_ray(
     is_replaced_alone = replaces and not options.experts_span_engines
     starts_alone = is_replaced_alone or cluster.address == LOCAL
     num_engines = 1 if starts_alone else options.data_parallel_size
-    return start_on_ray(options, cluster.address, placement_group, num_engines)
+    return start_on_ray(options, cluster.address, placement_group, num_engines, replaces=replaces)

@@ -13,6 +13,7 @@ HOST_LOSS_SECONDS = 10.0  # within which all engines of a lost host have died
 # Seconds before a restart of an engine that dies repeatedly without finishing a request.
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
+LONGEST_DEVICE_PAUSE = 5.0  # while devices are missing: they may come back at any time
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class RestartPolicy:
             self._count(error, now)
         if self._num_idle_deaths == 0:
             return 0.0
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._num_idle_deaths - 1, 16))
+        longest = LONGEST_DEVICE_PAUSE if isinstance(error, CapacityError) else LONGEST_PAUSE
+        return min(longest, FIRST_PAUSE * 2.0 ** min(self._num_idle_deaths - 1, 16))
 
     def drop_last_deaths(self, number: int) -> None:
         """Remove the last deaths from the budget, because the request that caused them was found and ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS
@@ -63,6 +64,8 @@ class Supervisor:
             prefix_caching=self._options.enable_prefix_caching is not False,
             spare_meters=self._meters[self.num_engines :],
         )
+        # Engines started from now on wait for GPUs that are gone rather than compute on the CPU.
+        self._options = replace(self._options, device=self._replicas.facts.device)
         for group in self._keeping:
             self._start_keeping(group)
         self._logging = asyncio.create_task(StatsLogger(self._replicas.engines).run())
@@ -104,8 +107,10 @@ class Supervisor:
             self._start_keeping(range(index, index + 1))
 
     async def remove_engine(self, seconds: float) -> None:
-        """Drain the last engine and stop it. Requests still open after `seconds` continue on the others."""
+        """Drain the last engine and stop it. Requests still open after `seconds` continue on the others. As long as all
+        others are being replaced, it serves on, but not longer than `seconds` either."""
         index = self.num_engines - 1
+        await self._wait_for_others(index, seconds)
         self.replicas.drain(index)
         keeping = self._keeping.pop(range(index, index + 1))
         if keeping is not None:
@@ -117,6 +122,13 @@ class Supervisor:
         self.replicas.retire(index)
         await engine.stop()
         del self._engines[index]
+
+    async def _wait_for_others(self, index: int, seconds: float) -> None:
+        """Return when an engine below this index takes requests, or the time is up."""
+        deadline = self._clock.read() + seconds
+        others = self.replicas.engines[:index]
+        while not any(replica.accepts for replica in others) and self._clock.read() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def _drain(self, index: int, engine: EngineProcess, seconds: float) -> None:
         """Return when the engine has no requests left, has died, or the time is up."""

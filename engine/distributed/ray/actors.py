@@ -47,12 +47,12 @@ DEVICES = {"GPU": "cuda", "CPU": "cpu"}
 
 
 def start_on_ray(
-    options: EngineOptions, address: str, group_id: str | None, num_engines: int
+    options: EngineOptions, address: str, group_id: str | None, num_engines: int, *, replaces: bool
 ) -> tuple[WorkerGroup, str]:
     """Start the workers on a cluster. Returns them and their device, "cuda" or "cpu".
 
     address: see `RayAddress`. group_id: of the placement group to stay within, if there is one. num_engines: that start
-    there at the same time.
+    there at the same time. replaces: engines have served before.
 
     Raises OptionError if the cluster is too small.
     """
@@ -62,7 +62,7 @@ def start_on_ray(
         if connected:
             undo.callback(ray.shutdown)
         kind = cluster.choose_device_kind(options.device, group_id)
-        reservation = cluster.reserve(layout, kind, group_id, num_engines)
+        reservation = cluster.reserve(layout, kind, group_id, num_engines, replaces=replaces)
         undo.callback(reservation.end)
         own = cluster.get_node_address() if options.host_ip is None else hosts.find_own_address("", options.host_ip)
         endpoint = Endpoint(own, secrets.token_hex(32))

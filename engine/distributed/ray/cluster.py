@@ -27,6 +27,7 @@ from serve_llm.engine.worker.cpu_threads import usable_cores
 logger = logging.getLogger(__name__)
 
 FREE_SECONDS = 15.0  # wait for devices in use: those of processes that have just ended are freed after a moment
+NODE_SECONDS = 60.0  # an engine that is replaced waits so long for nodes that the cluster lacks: a lost one may return
 TURN_SECONDS = 1.0  # additional time for each other engine that reserves devices at the same time
 CREATE_SECONDS = 5.0  # time for a placement group on free devices
 CREATE_POLL_SECONDS = 0.05
@@ -88,13 +89,17 @@ class Reservation:
             remove_placement_group(self.group)
 
 
-def reserve(layout: ParallelLayout, kind: str, group_id: str | None, num_engines: int = 1) -> Reservation:
+def reserve(
+    layout: ParallelLayout, kind: str, group_id: str | None, num_engines: int = 1, *, replaces: bool = False
+) -> Reservation:
     """Reserve a device for each rank. group_id: of the placement group to stay within, in hex. num_engines: that
-    reserve theirs there at the same time, including this one.
+    reserve theirs there at the same time, including this one. replaces: engines have served before.
 
-    Raises CapacityError with counts per node: immediately if there are too few devices for all engines, after
-    FREE_SECONDS if they are in use.
+    Raises CapacityError with counts per node: if there are too few devices for all engines, immediately or, with
+    `replaces`, after NODE_SECONDS; if they are in use, after FREE_SECONDS.
     """
+    if replaces and group_id is None:
+        placement.wait_for_devices(lambda: _nodes(kind), num_engines * layout.size, NODE_SECONDS, POLL_SECONDS)
     deadline = time.monotonic() + FREE_SECONDS + TURN_SECONDS * (num_engines - 1)
     if group_id is not None:
         reservation = _take_given(layout, kind, group_id, num_engines, deadline)

@@ -8,12 +8,16 @@ engine's own first.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from serve_llm.common.errors import CapacityError
 from serve_llm.engine.parallel.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,19 @@ def check_engines(
             f"{num_engines} engines with {each} each need {needed} {kind}s, but the {where} has {seen}: make it "
             f"larger, or lower --data-parallel-size to {seen // layout.size}"
         )
+
+
+def wait_for_devices(
+    look: Callable[[], Sequence[RayNode]], num_devices: int, seconds: float, poll_seconds: float
+) -> None:
+    """Return when the nodes have this many devices, used ones included, or the time is up. look: the nodes of now."""
+    deadline = time.monotonic() + seconds
+    is_told = False
+    while (seen := sum(node.seen for node in look())) < num_devices and time.monotonic() < deadline:
+        if not is_told:
+            logger.warning("The Ray cluster has %d of %d devices: waiting %.0f s for nodes", seen, num_devices, seconds)
+            is_told = True
+        time.sleep(poll_seconds)
 
 
 def plan_bundles(places: Sequence[RayNode], layout: ParallelLayout) -> list[range]:

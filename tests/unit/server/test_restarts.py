@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_llm.common.errors import CapacityError, EngineDead, HostLost, OptionError, RankFailed
-from serve_llm.server.engines.restarts import LONGEST_PAUSE, WINDOW_SECONDS, RestartPolicy
+from serve_llm.server.engines.restarts import LONGEST_DEVICE_PAUSE, LONGEST_PAUSE, WINDOW_SECONDS, RestartPolicy
 
 
 def test_an_engine_that_finishes_requests_is_restarted_at_once() -> None:
@@ -37,7 +37,8 @@ def test_missing_devices_do_not_count_as_deaths() -> None:
     restarts = RestartPolicy(1)
     restarts.record_death(RankFailed("its node is lost"), 0.0, 5)
     pauses = [restarts.record_death(kind("too few"), 1.0, 5) for kind in (OptionError, CapacityError) for _ in range(5)]
-    assert pauses[:2] == [0.5, 1.0] and pauses[-1] == LONGEST_PAUSE
+    assert pauses[:2] == [0.5, 1.0] and pauses[4] == 8.0 and pauses[-1] == LONGEST_DEVICE_PAUSE
+    assert restarts.record_death(OptionError("x"), 1.0, 5) == LONGEST_PAUSE
 
 
 def test_a_lost_host_counts_once_however_many_engines_it_had() -> None:

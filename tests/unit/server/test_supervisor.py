@@ -16,7 +16,7 @@ from serve_llm.server.engines import supervisor
 from serve_llm.server.engines.process import EngineDeath
 from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.metrics.meter import Meter
-from support.fakes import ScriptedEngine
+from support.fakes import ScriptedEngine, facts
 
 SHARED = {"data_parallel_size": 3, "enable_expert_parallel": True}
 RANK = EngineDeath(RankFailed("engine 2: a rank failed"), "rank")
@@ -43,6 +43,7 @@ class Process:
 
     made: list[Process]
     broken: list[int]  # indices whose next start fails
+    may_start: asyncio.Event | None = None  # that replacements wait for
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Process:
     ) -> None:
         self.client: Any = Client(f"directory of process {len(self.made)}", meter)
         self.meeting = (meeting or self.client.directory) if options.experts_span_engines else None
+        self.device = options.device
         self.index, self.replaces, self.stopped = index, replaces, False
         self.asked_to_end = False
         self.death: asyncio.Future[EngineDeath] = asyncio.get_running_loop().create_future()
@@ -65,6 +67,8 @@ class Process:
         if self.index in self.broken:
             self.broken.remove(self.index)
             raise EngineDead("it did not come up")
+        if self.replaces and self.may_start is not None:
+            await self.may_start.wait()
 
     async def watch(self) -> EngineDeath:
         return await asyncio.shield(self.death)
@@ -181,6 +185,22 @@ def test_lost_connections_alone_blame_no_request(
     assert blamed == [{0: (), 1: (), 2: ()}]
 
 
+def test_a_replacement_computes_on_the_same_kind_of_device(made: list[Process]) -> None:
+    """With `--device auto` it would use the CPU if the GPUs were lost."""
+
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", data_parallel_max=2), "/model")
+        made[0].client.facts = facts(device="cuda")
+        await supervisor.start()
+        await supervisor.add_engines(2)
+        made[0].death.set_result(RANK)
+        await replace(supervisor, made, 3)
+        assert [process.device for process in made] == ["auto", "cuda", "cuda"]
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
 def test_independent_engines_are_replaced_one_by_one(made: list[Process]) -> None:
     async def run() -> None:
         supervisor = Supervisor(make_options("demo", data_parallel_size=3), "/model")
@@ -227,6 +247,35 @@ def test_engines_are_added_and_removed_while_others_serve(made: list[Process]) -
         assert made[3].stopped and len(made[0].client.open) == 2, "it goes on on the last engine"
         await supervisor.add_engines(2)
         assert [process.index for process in made] == [0, 1, 2, 1, 1]
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_an_engine_serves_on_until_another_one_does(
+    made: list[Process], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Unless that takes longer than the drain timeout."""
+    monkeypatch.setattr(supervisor, "DRAIN_POLL_SECONDS", 0.0)
+
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", data_parallel_size=2, data_parallel_min=1), "/model")
+        await supervisor.start()
+        monkeypatch.setattr(Process, "may_start", asyncio.Event())
+        made[0].death.set_result(RANK)
+        while len(made) < 3:
+            await asyncio.sleep(0)
+        removing = asyncio.ensure_future(supervisor.remove_engine(seconds))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert supervisor.replicas.engines[1].accepts == (not removing.done()) == bool(seconds)
+        assert Process.may_start is not None
+        Process.may_start.set()
+        await asyncio.wait_for(removing, 10)
+        while not supervisor.replicas.engines[0].ready:
+            await asyncio.sleep(0)
+        assert supervisor.num_engines == 1 and made[1].stopped and not made[2].stopped
         await supervisor.stop()
 
     asyncio.run(run())

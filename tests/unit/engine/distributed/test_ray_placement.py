@@ -19,6 +19,7 @@ from serve_llm.engine.distributed.ray.placement import (
     place_ranks,
     plan_bundles,
     select_nodes,
+    wait_for_devices,
 )
 from serve_llm.engine.parallel.layout import ParallelLayout
 
@@ -143,3 +144,11 @@ def test_given_bundles_are_filled_and_never_overfilled(
 def test_ranks_are_named_by_their_ends() -> None:
     bundles = plan_bundles(place_ranks(cluster(2, 1), ParallelLayout(3, 1), "GPU"), ParallelLayout(3, 1))
     assert [name_ranks(ranks) for ranks in bundles] == ["ranks 0-1", "rank 2"]
+
+
+def test_a_replacement_waits_for_lost_nodes_for_a_while() -> None:
+    looks = [cluster(2), cluster(2), cluster(2, 2), cluster(2, 2)]
+    wait_for_devices(lambda: looks.pop(0), 4, seconds=3600.0, poll_seconds=0.0)
+    assert len(looks) == 1, "it returns when the node is back"
+    wait_for_devices(lambda: looks.pop(0), 8, seconds=0.0, poll_seconds=0.0)
+    assert looks == [], "the time is up"
