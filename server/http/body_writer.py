@@ -11,18 +11,20 @@ BODY_WRITER = "serve_llm.body_writer"  # key in the ASGI scope: the BodyWriter o
 class BodyWriter:
     """For a response whose start and first part were sent by ASGI's `send`, which its last part must be too."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_flow", "_write")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
 
     @property
     def is_ready(self) -> bool:
         """Whether the client keeps up with the writes. If not, `send` waits for it."""
-        return not self._cycle.flow.write_paused
+        return not self._flow.write_paused
 
     def write(self, content: bytes) -> None:
         """Write a part of the body, which may be empty. Does nothing if the client is gone."""
         cycle = self._cycle
         if content and not cycle.disconnected:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(content), content) if cycle.chunked_encoding else content)
+            self._write(b"%x\r\n%b\r\n" % (len(content), content) if cycle.chunked_encoding else content)

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 SECTION_BYTES = 2**20  # a client may take `stall_seconds` per section of a body, which limits the total time
 POLL_SECONDS = 0.05  # between two checks for open connections
+TICK_SECONDS = 1.0  # between two updates of the date header
 LINGER_SECONDS = 5.0  # time for a client to read why its request was refused
 
 Message = MutableMapping[str, Any]
@@ -303,6 +304,9 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: AsgiApp, limits: Limits, ssl_keyfile: str | None, ssl_certfile: str | None) -> None:
         """Raises OptionError if key and certificate cannot be used."""
         self._drain = DrainState()
+        self._must_exit = False
+        self._exit_asked = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # set while it serves
         config = uvicorn.Config(
             app,
             http=functools.partial(Connection, limits, self._drain),  # type: ignore[arg-type]
@@ -326,6 +330,26 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         # The daemon logs start and stop itself; uvicorn warns for every bad client.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+    @property
+    def should_exit(self) -> bool:  # type: ignore[override]
+        """May be set in any thread."""
+        return self._must_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        self._must_exit = value
+        if value and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._exit_asked.set)
+
+    async def main_loop(self) -> None:
+        """Like the base class, which wakes ten times a second to look at `should_exit`."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._exit_asked.wait()
 
     def stop_accepting(self) -> None:
         """Accept no more connections, and close each one after its next response. An idle connection stays open until
