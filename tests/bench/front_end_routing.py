@@ -2,10 +2,10 @@
 
 Run: PYTHONPATH=tests python -m bench.front_end_routing [--front-ends 4] [--engines 2] [--requests 400] [--turns 3]
 
-The trace is the prefix-heavy one of bench.routing, with prefixes that fit the demo model: 24 of 512 tokens, the k-th
-with a frequency proportional to 1 / k; each prompt adds 20 to 199 tokens of its own. The two engines' caches together
-hold little more than the prefixes, so misplaced prefixes evict each other. Each request opens a connection of its own,
-so that all front ends take part. Hit rates come from /metrics. Prints a table, then one JSON line.
+The trace is the prefix-heavy one of bench.routing, with prefixes that fit the demo model: 12 of 512 tokens per engine,
+the k-th with a frequency proportional to 1 / k; each prompt adds 20 to 199 tokens of its own. The engines' caches
+together hold little more than the prefixes, so misplaced prefixes evict each other. Each request opens a connection of
+its own, so that all front ends take part. Hit rates come from /metrics. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from itertools import islice
 from bench.routing import shared
 from support.daemon import Daemon
 
-NUM_PREFIXES = 24
+PREFIXES_PER_ENGINE = 12
 PREFIX_TOKENS = 512
 CACHE = "24MiB"  # 8,192 tokens of the demo model
 IDS = range(10, 4000)
 NUM_CLIENTS = 8
 
 
-def make_prompts(number: int, seed: int) -> list[list[int]]:
-    prompts = shared(random.Random(seed), NUM_PREFIXES, PREFIX_TOKENS)
+def make_prompts(number: int, num_engines: int, seed: int) -> list[list[int]]:
+    prompts = shared(random.Random(seed), PREFIXES_PER_ENGINE * num_engines, PREFIX_TOKENS)
     return [[IDS[one % len(IDS)] for one in prompt] for prompt in islice(prompts, number)]
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     given = parser.parse_args()
     found: dict[int, list[float]] = {1: [], given.front_ends: []}
     for turn in range(given.turns):
-        prompts = make_prompts(given.requests, seed=turn)
+        prompts = make_prompts(given.requests, given.engines, seed=turn)
         for front_ends, rates in found.items():
             rates.append(measure(prompts, front_ends, given.engines))
     for front_ends, rates in found.items():

@@ -93,9 +93,11 @@ def test_experts_on_several_machines(nnodes: int, options: tuple[str, ...], expe
             (2, ("-dp", "2", "-tp", "2", "--front-ends", "2")),
             (2, ("-dp", "2", "-pp", "2")),
             (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
+            (2, ("-dp", "4", "-tp", "2")),
             (2, ("-dp", "4", "-pp", "2")),
             ON_THREE_MACHINES,
             (3, ("-dp", "3", "-pp", "2")),
+            (3, ("-dp", "4", "-pp", "2")),
             (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
         ],
         [

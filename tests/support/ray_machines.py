@@ -16,6 +16,13 @@ from support.ray_nodes import STORE_BYTES, environment
 
 RAY = ("--distributed-executor-backend", "ray")
 LIMIT = 180.0  # seconds; more than enough on a busy machine
+# Of a head that declares a lost machine dead within some ten seconds, as in deploy/; by default it takes a minute.
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from support.daemon import Daemon
 from support.namespaces import Machine, Machines
 from support.nodes import SMALL
-from support.ray_machines import LIMIT, serve_on, short_folder, start_ray, wait_until
+from support.ray_machines import HEALTH_CHECKS, LIMIT, serve_on, short_folder, start_ray, wait_until
 from support.ray_nodes import skip_without_ray
 from support.remote_streams import crowd, list_leftovers, start_streams, stream_here, texts_of
 from support.tiny import make_served_checkpoint
@@ -67,7 +68,7 @@ def test_chaos_over_ray(options: tuple[str, ...], tmp_path: Path) -> None:
         undisturbed = stream_here(alone.wait_until_serving(), bodies)
     with short_folder() as folder, Machines(1 + NUM_WORKERS + len(LOSE_MACHINE), private=[str(folder)]) as machines:
         head, *workers = machines
-        start_ray(head, folder, 0)
+        start_ray(head, folder, 0, **HEALTH_CHECKS)
         for worker in workers[:NUM_WORKERS]:
             start_ray(worker, folder, num_cpus, head.address)
         daemon, url = serve_on(head, folder, log, *SMALL, *options, "--max-restarts", "1000000", model=model)
@@ -75,6 +76,7 @@ def test_chaos_over_ray(options: tuple[str, ...], tmp_path: Path) -> None:
         for number in range(ROUNDS):
             current = workers[first : first + NUM_WORKERS]
             client = start_streams(head, url, bodies)
+            began = time.monotonic()
             if number in LOSE_MACHINE:
                 kind = "machine"
                 current[0].power_off()
@@ -90,7 +92,7 @@ def test_chaos_over_ray(options: tuple[str, ...], tmp_path: Path) -> None:
                     start_ray(machine, folder, num_cpus, head.address)
             struck[kind] += 1
             assert texts_of(client) == undisturbed, f"round {number}: {kind}\n{log.read_text()[-8000:]}"
-            print(f"\nround {number}: {kind}", end="", flush=True)
+            print(f"\nround {number}: {kind}, {time.monotonic() - began:.0f} s", end="", flush=True)
         assert set(struck) == {"machine", "raylet", "engine", "rank"}
         print(f"\n{ROUNDS} rounds; victims: {dict(sorted(struck.items()))}")
         head.signal(daemon, signal.SIGTERM)
