@@ -332,7 +332,7 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
     @property
-    def should_exit(self) -> bool:  # type: ignore[override]
+    def should_exit(self) -> bool:
         """May be set in any thread."""
         return self._must_exit
 
