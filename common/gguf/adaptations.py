@@ -141,9 +141,29 @@ def _adapt_qwen(config: Config, file: Metadata) -> None:
     config["seq_length"] = config.get("max_position_embeddings")
 
 
-def _adapt_encoder(config: Config, file: Metadata) -> None:
+def _adapt_linear_attention(config: Config, file: Metadata) -> None:
+    """Qwen3-Next and Qwen3.5. Older files of the first have queries, keys, values and gates in one tensor."""
+    size, rest = divmod(file.take_size("ssm.inner_size"), _integer(config.get("linear_num_value_heads")) or 1)
+    if rest:
+        raise file.refuse("ssm.inner_size", "is not a multiple of ssm.time_step_rank")
+    config["linear_value_head_dim"] = size
+    _add_unused_layers(config, file)
+    if file.find_shape("blk.0.ssm_in.weight") is not None:
+        config[JOINS_QKV] = True
+
+
+def _check_encoder(config: Config, file: Metadata) -> None:
     if file.take("attention.causal") not in (None, False):
         raise file.refuse("attention.causal", "is not supported (supported: false)")
+
+
+def _adapt_modernbert(config: Config, file: Metadata) -> None:
+    _check_encoder(config, file)
+    file.take("attention.layer_norm_rms_epsilon")  # that of its layer norms again
+
+
+def _adapt_encoder(config: Config, file: Metadata) -> None:
+    _check_encoder(config, file)
     types = file.find_shape("token_types.weight")
     config["type_vocab_size"] = 0 if types is None else types[0]
     positions = file.find_shape("position_embd.weight")
@@ -165,6 +185,12 @@ ADAPTATIONS: Mapping[str, tuple[Callable[[Config, Metadata], None], ...]] = {
     "falcon": (_adapt_falcon,),
     "mpt": (_adapt_mpt,),
     "qwen": (_adapt_qwen,),
+    "qwen3next": (_adapt_linear_attention,),
+    "qwen35": (_adapt_linear_attention,),
+    "qwen35moe": (_adapt_linear_attention,),
     "bert": (_adapt_encoder,),
     "nomic-bert": (_adapt_encoder,),
+    "jina-bert-v2": (_adapt_encoder,),
+    "modern-bert": (_adapt_modernbert,),
+    "eurobert": (_check_encoder,),
 }

@@ -45,6 +45,14 @@ ROUTED_EXPERTS = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 EXPERT_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+LINEAR_ATTENTION = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "full_attention_interval": "full_attention_interval",
+}
+SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
 NO_KV_HEADS = {"num_key_value_heads": "", "head_dim": ""}
 NO_ROPE = {**NO_KV_HEADS, "rope_theta": ""}
@@ -73,7 +81,7 @@ ARCHITECTURES = {
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM"),
     "qwen2moe": GGUFArchitecture(
         "Qwen2MoeForCausalLM",
-        RMS_NORM | QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        RMS_NORM | QWEN_EXPERTS | SHARED_EXPERT,
         {"norm_topk_prob": False, "decoder_sparse_step": 1},
     ),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM", flags={"attention_bias": "attn_q.bias"}),
@@ -82,6 +90,18 @@ ARCHITECTURES = {
         RMS_NORM | QWEN_EXPERTS,
         {"norm_topk_prob": True, "decoder_sparse_step": 1},
         {"attention_bias": "attn_q.bias"},
+    ),
+    "qwen3next": GGUFArchitecture(
+        "Qwen3NextForCausalLM",
+        RMS_NORM | QWEN_EXPERTS | SHARED_EXPERT | LINEAR_ATTENTION | {"expert_weights_norm": "norm_topk_prob"},
+        {"norm_topk_prob": True, "decoder_sparse_step": 1},
+        has_partial_rotary=True,
+    ),
+    "qwen35": GGUFArchitecture("Qwen3_5ForCausalLM", RMS_NORM | LINEAR_ATTENTION, has_partial_rotary=True),
+    "qwen35moe": GGUFArchitecture(
+        "Qwen3_5MoeForCausalLM",
+        RMS_NORM | QWEN_EXPERTS | SHARED_EXPERT | LINEAR_ATTENTION,
+        has_partial_rotary=True,
     ),
     "gemma2": GGUFArchitecture("Gemma2ForCausalLM", RMS_NORM | WINDOW | SOFTCAPS, scales_by_width=46),
     "gemma3": GGUFArchitecture(
@@ -242,6 +262,26 @@ ARCHITECTURES = {
         {"hidden_act": "silu", "rope_theta": 1000.0},
         names=NO_KV_HEADS,
     ),
+    "jina-bert-v2": GGUFArchitecture(
+        "JinaBertModel",
+        {"attention.layer_norm_epsilon": "layer_norm_eps"},
+        {"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+        names=NO_ROPE,
+    ),
+    "modern-bert": GGUFArchitecture(
+        "ModernBertModel",
+        {
+            "attention.layer_norm_epsilon": "norm_eps",
+            "attention.sliding_window": "local_attention",
+            "attention.sliding_window_pattern": "global_attn_every_n_layers",
+            "rope.freq_base_swa": "local_rope_theta",
+            "hidden_activation": "hidden_activation",
+        },
+        {"rope_theta": 160_000.0},
+        {"norm_bias": "ffn_norm.bias"},
+        names={**NO_KV_HEADS, "rope_theta": "global_rope_theta"},
+    ),
+    "eurobert": GGUFArchitecture("EuroBertModel"),
 }
 # Models that read images -> their text part, which is served.
 TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}

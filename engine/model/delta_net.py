@@ -105,14 +105,13 @@ def _build_layer(spec: DeltaNetSpec, share: HeadShare, builder: ModelBuilder) ->
             ("v", spec.num_heads * spec.value_dim, values),
         )
     ]
-    group_size = spec.num_heads // spec.num_kv_heads
     own_heads = Part(0, share.heads)
     return DeltaRule(
         conv=torch.cat(parts).squeeze(1).T.contiguous(),
         decay=builder.parameter("decay", spec.num_heads, part=own_heads),
         decay_bias=builder.parameter("decay_bias", spec.num_heads, part=own_heads),
         key_heads=torch.tensor(
-            [head // group_size - share.kv_heads.start for head in share.heads], device=builder.device
+            [spec.find_key_head(head) - share.kv_heads.start for head in share.heads], device=builder.device
         ),
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,

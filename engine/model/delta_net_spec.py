@@ -12,8 +12,8 @@ STATE_UNIT = 16  # a row of the state is padded to a multiple of this, as `kerne
 class DeltaNetSpec:
     """A causal convolution over queries, keys and values, then the gated delta rule, then a gated norm.
 
-    Its heads are value heads; each key head, with its queries, serves several consecutive value heads, as a KV head
-    serves query heads. The state of a sequence is the last inputs of the convolution and one float32 matrix per head.
+    Its heads are value heads; each key head, with its queries, serves several of them, as a KV head serves query heads.
+    The state of a sequence is the last inputs of the convolution and one float32 matrix per head.
     """
 
     num_heads: int
@@ -22,11 +22,16 @@ class DeltaNetSpec:
     value_dim: int  # numbers of a head's value
     conv_kernel: int  # tokens that the convolution reads, including the newest
     norm_eps: float  # RMS norm of every head's output
+    takes_turns: bool = False  # key heads take turns: each serves every num_kv_heads-th head, not consecutive ones
 
     rope: ClassVar[None] = None
     rope_dim: ClassVar[int] = 0
     sliding_window: ClassVar[None] = None
     causal: ClassVar[bool] = True
+
+    def find_key_head(self, head: int) -> int:
+        """Return the key head that serves a head."""
+        return head % self.num_kv_heads if self.takes_turns else head // (self.num_heads // self.num_kv_heads)
 
     def count_channels(self, heads: int, key_heads: int) -> int:
         """Numbers that the convolution reads for each token, given the number of heads."""

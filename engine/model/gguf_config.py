@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
@@ -33,6 +34,7 @@ FORMS = {
 }
 # Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
 INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
+DECAY = "ssm_a"  # the only name without a suffix; stored as the factor of the time step
 NAMES = {  # parameters of a layer -> name after "blk.N."
     "attention_norm": "attn_norm",
     "attention_post_norm": "post_attention_norm",
@@ -42,6 +44,7 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "attention.k": "attn_k",
     "attention.v": "attn_v",
     "attention.q attention.k attention.v": "attn_qkv",
+    "attention.q attention.gate": "attn_q",
     "attention.output": "attn_output",
     "attention.sinks": "attn_sinks",
     "attention.q_down": "attn_q_a",
@@ -67,15 +70,29 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "ffn.shared.up": "ffn_up_shexp",
     "ffn.shared.down": "ffn_down_shexp",
 }
+LINEAR_NAMES = {  # additional ones in layers with a gated DeltaNet
+    "attention.z": "attn_gate",
+    "attention.beta": "ssm_beta",
+    "attention.alpha": "ssm_alpha",
+    "attention.beta attention.alpha": "ssm_ba",
+    "attention.conv.q attention.conv.k attention.conv.v": "ssm_conv1d",
+    "attention.decay": DECAY,
+    "attention.decay_bias": "ssm_dt.bias",
+    "attention.norm": "ssm_norm",
+    "attention.output": "ssm_out",
+}
 OUTPUT_NORMS = {"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}  # with norm position "output"
+POST_NORM = {"ffn_norm": "post_attention_norm"}
 ENCODER_NORMS = {"attention_norm": "attn_output_norm", "ffn_norm": "layer_output_norm"}
 OWN_NAMES = {  # by architecture
-    "gpt-oss": {"ffn_norm": "post_attention_norm"},
-    "glm4moe": {"ffn_norm": "post_attention_norm"},
+    **dict.fromkeys(("gpt-oss", "glm4moe", "qwen3next", "qwen35", "qwen35moe"), POST_NORM),
     "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
-    "bert": ENCODER_NORMS,
-    "nomic-bert": ENCODER_NORMS,
+    **dict.fromkeys(("bert", "nomic-bert", "jina-bert-v2"), ENCODER_NORMS),
 }
+TAKES_TURNS = ("qwen35", "qwen35moe")  # see `DeltaNetSpec`
+QKVZ = "attention.q attention.k attention.v attention.z"
+OLD_QKVZ = {QKVZ: "ssm_in"}  # in older files of Qwen3-Next, as in other checkpoints
+IN_GROUPS = (QKVZ, "attention.q attention.gate", "attention.beta attention.alpha")  # rows in the family's own order
 FALCON_NORMS = {"attention_norm": "attn_norm_2", "ffn_norm": "attn_norm"}  # where each has its own
 OUTSIDE = {
     "final_norm": "output_norm",
@@ -84,6 +101,7 @@ OUTSIDE = {
     "token_types": "token_types",
     "embedding_norm": "token_embd_norm",
 }
+MASKED_HEAD = r"cls(\.norm)?\.weight"  # what predicts masked tokens in ModernBERT
 ROPE_FACTORS = r"rope_freqs\.weight|rope_factors_(long|short)\.weight"  # read with the metadata
 IN_LAYER = "layers.{layer}."
 
@@ -95,7 +113,7 @@ class GGUFTensors:
     architecture: str  # general.architecture
     types: Mapping[str, str]
     unused_layers: int = 0  # layers after the last one, for multi-token prediction
-    joins_qkv: bool = False  # queries, keys and values are in one tensor, although the family stores them separately
+    joins_qkv: bool = False  # queries, keys and values (and gates) are in one tensor; the family stores them separately
 
     def find_form(self, tensor: str) -> GroupedForm | None:
         """Return the form in which a weight stays in memory; None: in the model's dtype. tensor: its name in the
@@ -120,20 +138,26 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
     """Return the family's model as a GGUF file stores it. Raises ModelError for tensors that have no name there."""
     if stored.architecture in INTERLEAVED:
         spec = replace(spec, layers=tuple(_interleave(layer) for layer in spec.layers))
+    if stored.architecture in TAKES_TURNS:
+        spec = replace(spec, layers=tuple(_take_turns(layer) for layer in spec.layers))
     position = spec.layers[0].norm_position
     names = NAMES | (OUTPUT_NORMS if position == "output" else {}) | OWN_NAMES.get(stored.architecture, {})
     if stored.architecture == "falcon" and position == "parallel_two_norms":
         names |= FALCON_NORMS
-    rules = _join_qkv(spec, weights.rules) if stored.joins_qkv else weights.rules
-    parts = [part for rule in rules for part in _split(rule, names)]
+    rules: Sequence[WeightRule] = weights.rules
+    if stored.joins_qkv and stored.architecture == "qwen3next":
+        names |= OLD_QKVZ
+    elif stored.joins_qkv:
+        rules = _join_qkv(spec, weights.rules)
+    parts = [part for rule in rules for part in _split(rule, names | LINEAR_NAMES)]
     num_layers = len(spec.layers)
     unused = tuple(rf"blk\.{index}\..*" for index in range(num_layers, num_layers + stored.unused_layers))
     renamed = WeightMap(
-        rules=tuple(_rename(part, names, spec.architecture) for part in parts),
+        rules=tuple(_rename(part, names, spec) for part in parts),
         embedding="token_embd.weight",
         head="output.weight",
         prefix="",
-        ignored=(ROPE_FACTORS, *unused),
+        ignored=(ROPE_FACTORS, MASKED_HEAD, *unused),
         is_gguf=True,
     )
     return spec, renamed
@@ -146,6 +170,13 @@ def _interleave(layer: LayerSpec) -> LayerSpec:
         # same.
         return layer
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, interleaved=True)))
+
+
+def _take_turns(layer: LayerSpec) -> LayerSpec:
+    attention = layer.attention
+    if not isinstance(attention, DeltaNetSpec):
+        return layer
+    return replace(layer, attention=replace(attention, takes_turns=attention.num_heads > attention.num_kv_heads))
 
 
 def _join_qkv(spec: ModelSpec, rules: Sequence[WeightRule]) -> list[WeightRule]:
@@ -166,26 +197,37 @@ def _join_qkv(spec: ModelSpec, rules: Sequence[WeightRule]) -> list[WeightRule]:
 def _split(rule: WeightRule, names: Mapping[str, str]) -> list[WeightRule]:
     """Return a rule per projection whose rows share a tensor or stack in other checkpoints, but not in GGUF files."""
     key = " ".join(re.sub(r"\.(weight|bias)$", "", one.removeprefix(IN_LAYER)) for one in rule.parameters)
+    if key == QKVZ and key not in names:
+        *qkv, z = rule.parameters
+        return [
+            replace(rule, parameters=tuple(qkv), sizes=rule.sizes[:-1], groups=1),
+            replace(rule, parameters=(z,), sizes=(), groups=1),
+        ]
     is_split = rule.members or (len(rule.parameters) > 1 and key not in names)
     if not is_split or rule.scales:
         return [rule]
     return [replace(rule, parameters=(parameter,), sizes=()) for parameter in rule.parameters]
 
 
-def _rename(rule: WeightRule, names: Mapping[str, str], architecture: str) -> WeightRule:
+def _rename(rule: WeightRule, names: Mapping[str, str], spec: ModelSpec) -> WeightRule:
     """Return the rule for the tensor in a GGUF file: norms have their full weight, matrices are (outputs, inputs), and
     stacks hold the tensors of all experts."""
+    mixer = spec.layers[rule.layers[0] if rule.layers else 0].attention
+    if rule.layers is not None and isinstance(mixer, DeltaNetSpec):
+        names = {**names, **LINEAR_NAMES}
     ends = [
         parameter if parameter.endswith((".weight", ".bias")) else f"{parameter}.weight"
         for parameter in rule.parameters
     ]
     parameters, kinds = zip(*(end.rsplit(".", 1) for end in ends), strict=True)
+    key = " ".join(parameter.removeprefix(IN_LAYER) for parameter in parameters)
     if parameters[0].startswith(IN_LAYER):
-        key = " ".join(parameter.removeprefix(IN_LAYER) for parameter in parameters)
         name = None if key not in names else f"blk.{{layer}}.{names[key]}"
     else:
         name = OUTSIDE.get(parameters[0])
     if name is None or rule.scales:
-        raise ModelError(f"{re.sub(r'[{}]', '', rule.source)} of a {architecture} has no name in GGUF files")
+        raise ModelError(f"{re.sub(r'[{}]', '', rule.source)} of a {spec.architecture} has no name in GGUF files")
+    if name.endswith(f".{DECAY}"):
+        return replace(rule, source=name, transform="minus_exp")
     source = name if name.endswith(".bias") else f"{name}.{kinds[0]}"
-    return replace(rule, source=source, transform="none", groups=1)
+    return replace(rule, source=source, transform="none", groups=rule.groups if key in IN_GROUPS else 1)

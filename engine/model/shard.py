@@ -68,7 +68,11 @@ class Shard:
         return self.is_first if kind in at_start else self.is_last
 
     def attention(self, mixer: AnyAttentionSpec) -> HeadShare:
-        return split_heads(mixer.num_heads, mixer.num_kv_heads, self.layout.tp_size, self.weights)[self.tp_rank]
+        share = split_heads(mixer.num_heads, mixer.num_kv_heads, self.layout.tp_size, self.weights)[self.tp_rank]
+        if isinstance(mixer, DeltaNetSpec) and mixer.takes_turns and share.heads:
+            keys = [mixer.find_key_head(head) for head in share.heads]
+            return HeadShare(share.heads, range(min(keys), max(keys) + 1), before=0)
+        return share
 
     def ffn(self, ffn: MLPSpec) -> range:
         """This rank's columns of the intermediate size."""

@@ -13,9 +13,9 @@ from typing import Literal
 from serve_llm.engine.model.quantization_spec import Int8Spec, find_linear_layer
 from serve_llm.engine.model.weight_format import QuantizedModules, WeightFormat
 
-# plus_one: the checkpoint stores the weight minus 1. per_head: each parameter is a number for each KV head, or one for
-# all.
-Transform = Literal["none", "transpose", "plus_one", "per_head"]
+# plus_one: the checkpoint stores the weight minus 1. minus_exp: it stores -exp(weight). per_head: each parameter is a
+# number for each KV head, or one for all.
+Transform = Literal["none", "transpose", "plus_one", "minus_exp", "per_head"]
 
 
 @dataclass(frozen=True)

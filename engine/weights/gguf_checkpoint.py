@@ -22,6 +22,7 @@ KEY_PART = "attn_k_b.weight"
 VALUE_PART = "attn_v_b.weight"
 JOINT = "attn_kv_b.weight"
 ROW_SUFFIX = "_inp_shexp.weight"  # a matrix of one row, which some files store as a vector
+CONVOLUTION = ".ssm_conv1d.weight"  # (channels, 1, tokens), stored without the middle dimension
 
 
 class GGUFCheckpoint:
@@ -66,6 +67,8 @@ class GGUFCheckpoint:
             heads, rank, key_size = self._tensors[name.replace(JOINT, KEY_PART)].shape
             return heads * (key_size + self._tensors[name.replace(JOINT, VALUE_PART)].shape[1]), rank
         shape = self._tensors[name].shape
+        if name.endswith(CONVOLUTION) and len(shape) == 2:
+            return shape[0], 1, shape[1]
         return (1, *shape) if name.endswith(ROW_SUFFIX) and len(shape) == 1 else shape
 
     def read(self, name: str, part: tuple[range, ...] | None = None) -> Tensor:

@@ -76,6 +76,8 @@ class CheckpointLoader:
             tensor = self._upload(location.select(self._read_float(source, location)))
         if rule.transform == "plus_one":
             tensor = tensor.float() + 1.0
+        elif rule.transform == "minus_exp":
+            tensor = self._check_negative(source.tensor, tensor).neg().log()
         return tensor.to(torch.float32 if is_float32(name) else dtype or self._dtype)
 
     def read_grouped(self, name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
@@ -137,6 +139,12 @@ class CheckpointLoader:
                 "it lacks scales"
             )
         return tensor
+
+    def _check_negative(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor in float32. Raises ModelError unless all its numbers are below 0."""
+        if not (tensor < 0).all():
+            raise ModelError(f"{name}: all numbers must be below 0")
+        return tensor.float()
 
     def _read_head_scales(self, tensor: str, num_heads: int, part: Part | None) -> Tensor:
         """(own heads,) float32. Raises ModelError unless all are above 0 and finite."""

@@ -23,6 +23,10 @@ from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_requ
 POOLING = {"mean": gguf.PoolingType.MEAN, "cls": gguf.PoolingType.CLS}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 PROMPTS = [[3], [5, 7, 11, 2, 9], list(range(20, 90))]
+NAMES = {"NomicBertModel": "nomic-bert", "ModernBertModel": "modern-bert", "EuroBertModel": "eurobert"}
+MORE_SIZES: dict[str, dict[str, Any]] = {
+    "EuroBertModel": {"num_key_value_heads": 2, "head_dim": 16, "attention_bias": False, "mlp_bias": False}
+}
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -34,37 +38,65 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_encoder(directory: Path, architecture: str, pooling: gguf.PoolingType, storage: str = "Q8_0") -> None:
     """A random model in directory/model.gguf, and the same numbers in float32 in directory/plain."""
     plain = directory / "plain"
-    vocab_size = make_pooled_checkpoint(plain, architecture, **SIZES)
+    vocab_size = make_pooled_checkpoint(plain, architecture, **SIZES | MORE_SIZES.get(architecture, {}))
     config: dict[str, Any] = json.loads((plain / "config.json").read_text())
-    is_nomic = architecture.startswith("Nomic")
-    name = "nomic-bert" if is_nomic else "bert"
+    name = NAMES.get(architecture, "bert")
     writer = GGUFWriter(directory / "model.gguf", name)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_eps(config["layer_norm_eps"])
-    writer.add_causal_attention(False)
-    writer.add_pooling_type(pooling)
-    if is_nomic:
-        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_tokenizer_model("bert")
-    words = [f"\u2581word{number}" for number in range(vocab_size - len(SPECIAL))]
-    writer.add_token_list([*SPECIAL, *words])
-    writer.add_token_types([3] * len(SPECIAL) + [1] * len(words))
+    add_metadata(writer, config, pooling)
+    add_words(writer, vocab_size)
     tensors = load_file(plain / "model.safetensors")
     pieces = {key: [tensor] for key, tensor in tensors.items() if not key.startswith("pooler.")}
     if architecture == "RobertaModel":  # the converter leaves the rows before the first position away
         (table,) = pieces["embeddings.position_embeddings.weight"]
         pieces["embeddings.position_embeddings.weight"] = [table[config["pad_token_id"] + 1 :]]
-    architecture_number = gguf.MODEL_ARCH.NOMIC_BERT if is_nomic else gguf.MODEL_ARCH.BERT
-    write_tensors(writer, tensors, pieces, gguf.get_tensor_name_map(architecture_number, 3), storage)
+    number = next(number for number, one in gguf.MODEL_ARCH_NAMES.items() if one == name)
+    write_tensors(writer, tensors, pieces, gguf.get_tensor_name_map(number, 4), storage)
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
 
 
+def add_metadata(writer: GGUFWriter, config: dict[str, Any], pooling: gguf.PoolingType) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    for key in ("norm_eps", "rms_norm_eps"):
+        if key in config:
+            writer.add_layer_norm_rms_eps(config[key])
+    if "layer_norm_eps" in config or "norm_eps" in config:
+        writer.add_layer_norm_eps(config.get("norm_eps") or config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(pooling)
+    if "num_key_value_heads" in config:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    rope = config.get("rope_parameters") or {}
+    if rope:
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config["local_attention"])
+        writer.add_sliding_window_pattern(3)
+
+
+def add_words(writer: GGUFWriter, vocab_size: int) -> None:
+    """A vocabulary of whole words."""
+    writer.add_tokenizer_model("bert")
+    words = [f"\u2581word{number}" for number in range(vocab_size - len(SPECIAL))]
+    writer.add_token_list([*SPECIAL, *words])
+    writer.add_token_types([3] * len(SPECIAL) + [1] * len(words))
+
+
 @pytest.mark.parametrize(
-    ("architecture", "pooling"), [("BertModel", "cls"), ("RobertaModel", "mean"), ("NomicBertModel", "mean")]
+    ("architecture", "pooling"),
+    [
+        ("BertModel", "cls"),
+        ("RobertaModel", "mean"),
+        ("NomicBertModel", "mean"),
+        ("ModernBertModel", "cls"),
+        ("EuroBertModel", "mean"),
+    ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_encoders(architecture: str, pooling: str, ranks: int, tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ def test_families(family: str, tmp_path: Path) -> None:
     check_logprobs(resolve_model(str(tmp_path / "model.gguf")), tmp_path / "plain", prompts)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_neox", "granitemoe"])
+def test_qwen3_next_in_older_files(tmp_path: Path) -> None:
+    """Queries, keys, values and gates are in one tensor."""
+    prompts = random_prompts(make_gguf(tmp_path, "qwen3_next", kept="in_proj_qkvz.weight"))
+    check_logprobs(resolve_model(str(tmp_path / "model.gguf")), tmp_path / "plain", prompts)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_neox", "granitemoe", "qwen3_5_text"])
 def test_several_ranks(family: str, tmp_path: Path) -> None:
     prompts = random_prompts(make_gguf(tmp_path, family, "Q4_0"))
     directory = resolve_model(str(tmp_path / "model.gguf"))

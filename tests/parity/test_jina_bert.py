@@ -10,13 +10,16 @@ import json
 import random
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from serve_llm.common.hub import resolve_model
 from support.engine import make_engine
+from support.gguf_pieces import write_tensors
 from support.pooled import compute_vectors, pooling_request
 
 CONFIG = {
@@ -131,6 +134,27 @@ def test_equals_the_definition(prefix: str, tensor: int, has_qk_norm: bool, tmp_
     for number, ids in enumerate(prompts):
         expected = functional.normalize(compute_hidden(weights, ids, has_qk_norm).mean(0), dim=0)
         torch.testing.assert_close(functional.normalize(found[number], dim=0), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights = make_weights(has_qk_norm=False)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "jina-bert-v2")
+    writer.add_context_length(256)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(INNER)
+    writer.add_block_count(3)
+    writer.add_head_count(HEADS)
+    writer.add_layer_norm_eps(1e-12)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.JINA_BERT_V2, 3)
+    write_tensors(writer, weights, {name: [weight] for name, weight in weights.items()}, names, "F32")
+    engine = make_engine(resolve_model(str(tmp_path / "model.gguf")), dtype="float32")
+    ids = list(range(40, 90))
+    found = compute_vectors(engine, [pooling_request(0, ids)])[0]
+    expected = functional.normalize(compute_hidden(weights, ids, has_qk_norm=False).mean(0), dim=0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

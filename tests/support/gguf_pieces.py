@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from support.gguf_files import add_vocabulary, choose_type, pack
-from support.tiny import make_checkpoint, make_tokenizer
+from support.tiny import HYBRIDS, make_checkpoint, make_tokenizer
 
 HEADS = {"hidden_size": 128, "num_attention_heads": 4}
 SIZES = {**HEADS, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -52,11 +52,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # as in `gguf_files`
     "mpt": ("mpt", {"d_model": 128, "n_heads": 4, "n_layers": 2, "attn_config": {"clip_qkv": 2.5}}),
     "qwen": ("qwen", {**SIZES, "intermediate_size": 192, "kv_channels": 32}),
 }
+HYBRID = {**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 32}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+HYBRID |= {"linear_value_head_dim": 32}
+HYBRID_EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+FAMILIES |= {
+    "qwen3_next": ("qwen3next", HYBRID | HYBRID_EXPERTS),
+    "qwen3_5_text": ("qwen35", HYBRID),
+    "qwen3_5_moe_text": ("qwen35moe", HYBRID | HYBRID_EXPERTS),
+}
 QKV = ("attention.query_key_value.", "self_attention.query_key_value.")
 
 
-def make_gguf(directory: Path, family: str, storage: str = "Q8_0", **overrides: Any) -> int:
-    """As `gguf_files.make_gguf`."""
+def make_gguf(directory: Path, family: str, storage: str = "Q8_0", *, kept: str = "", **overrides: Any) -> int:
+    """As `gguf_files.make_gguf`. kept: tensors whose names end so are stored as in the checkpoint."""
     architecture, sizes = FAMILIES[family]
     vocab_size = make_checkpoint(directory / "plain", family, std=0.1, **{**sizes, **overrides})
     make_tokenizer(directory / "plain", vocab_size)
@@ -66,7 +75,10 @@ def make_gguf(directory: Path, family: str, storage: str = "Q8_0", **overrides: 
     add_vocabulary(writer, directory / "plain")
     plain = load_file(directory / "plain" / "model.safetensors")
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    write_tensors(writer, plain, list_pieces(family, config, plain), gguf.get_tensor_name_map(number, 4), storage)
+    stored = {name: [tensor] for name, tensor in plain.items() if kept and name.endswith(kept)}
+    changed = {name: tensor for name, tensor in plain.items() if name not in stored}
+    pieces = list_pieces(family, config, changed) | stored
+    write_tensors(writer, plain, pieces, gguf.get_tensor_name_map(number, 4), storage)
     save_file(plain, directory / "plain" / "model.safetensors", metadata={"format": "pt"})
     return vocab_size
 
@@ -81,11 +93,8 @@ def write_tensors(
     """Write the file, and change `plain` to the values that it represents."""
     generator = np.random.default_rng(0)
     for name, views in pieces.items():
-        shape = plain[name].shape[1:] if name in plain else views[0].shape[1:]
-        rows = [
-            view.reshape(-1, *(shape if name in plain and view.dim() > len(shape) + 1 else view.shape[1:]))
-            for view in views
-        ]
+        shape = plain[name].shape[1:] if name in plain else views[0].shape[-1 if ".in_proj_" in name else 1 :]
+        rows = [view.reshape(-1, *(shape if view.dim() > len(shape) + 1 else view.shape[1:])) for view in views]
         values = torch.cat(rows).contiguous().numpy()
         kind = choose_type(name, values, storage, {})
         if kind == GGMLQuantizationType.F32:
@@ -106,7 +115,9 @@ def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -
     """The converter's name before renaming -> views of tensors of `plain` whose rows follow each other in the file."""
     pieces: dict[str, list[Tensor]] = {}
     for name, tensor in plain.items():
-        if any(part in name for part in QKV):
+        if family in HYBRIDS and not (".experts." in name and name.endswith(".weight")):
+            pieces |= list_hybrid_pieces(family, config, name, tensor)
+        elif any(part in name for part in QKV):
             pieces[name] = split_qkv(family, config, tensor)
         elif family == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             pieces[name] = [tensor.T]
@@ -138,6 +149,44 @@ def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -
         else:
             pieces[name.replace("e_score_correction_bias", "e_score_correction.bias")] = [tensor]
     return pieces
+
+
+def list_hybrid_pieces(family: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[str, list[Tensor]]:
+    """One tensor of Qwen3-Next or Qwen3.5. Norms have their whole weight. In Qwen3.5, the heads that share a key head
+    are not next to each other."""
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    keys = key_heads * config["linear_key_head_dim"]
+
+    def order(rows: Tensor) -> Tensor:
+        """rows: of all heads, those of a key head's next to each other."""
+        per_key = rows.unflatten(0, (key_heads, heads // key_heads, -1))
+        return per_key if family == "qwen3_next" else per_key.transpose(0, 1)
+
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = tensor.chunk(2, dim=1)
+        return {name.replace("gate_up", part) + ".weight": [one] for part, one in (("gate", gate), ("up", up))}
+    if name.endswith("experts.down_proj"):
+        return {f"{name}.weight": [tensor]}
+    if name.endswith(".A_log"):
+        return {name: [-order(tensor).flatten().exp()]}
+    if name.endswith(".dt_bias"):
+        return {name.replace("dt_bias", "dt_proj.bias"): [order(tensor).flatten()]}
+    if name.endswith(".conv1d.weight"):
+        rows = tensor.squeeze(1)
+        return {name: [torch.cat((rows[: 2 * keys], order(rows[2 * keys :]).flatten(0, 2)))]}
+    if name.endswith("norm.weight"):
+        return {name: [tensor if ".linear_attn." in name else tensor + 1]}
+    if name.endswith("in_proj_qkvz.weight"):
+        sizes = [keys // key_heads] * 2 + [heads * config["linear_value_head_dim"] // key_heads] * 2
+        *qkv, z = tensor.unflatten(0, (key_heads, -1)).split(sizes, dim=1)
+        return {name.replace("qkvz", "qkv"): qkv, name.replace("qkvz", "z"): [z]}
+    if name.endswith("in_proj_qkv.weight"):
+        return {name: [tensor[:keys], tensor[keys : 2 * keys], order(tensor[2 * keys :])]}
+    if name.endswith(("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")):
+        return {name: [order(tensor)]}
+    if name.endswith("linear_attn.out_proj.weight") and family != "qwen3_next":
+        return {name: [tensor.unflatten(1, (key_heads, heads // key_heads, -1)).transpose(1, 2)]}
+    return {name: [tensor]}
 
 
 def split_qkv(family: str, config: dict[str, Any], tensor: Tensor) -> list[Tensor]:
@@ -197,6 +246,8 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any], architecture: str) 
     adders: dict[str, Callable[[Any], None]] = {
         "n_routed_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
+        "num_experts": writer.add_expert_count,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "n_shared_experts": writer.add_expert_shared_count,
@@ -258,6 +309,19 @@ def add_llama4(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
     writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
 
 
+def add_hybrid(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+
+
 def add_falcon(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
     writer.add_tensor_data_layout("jploski")
     writer.add_head_count_kv(config["num_kv_heads"])
@@ -295,4 +359,7 @@ ADD: dict[str, Callable[[GGUFWriter, dict[str, Any], int], None]] = {
     "bloom": add_nothing,
     "mpt": add_mpt,
     "qwen": add_qwen,
+    "qwen3next": add_hybrid,
+    "qwen35": add_hybrid,
+    "qwen35moe": add_hybrid,
 }

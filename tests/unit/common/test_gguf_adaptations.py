@@ -23,7 +23,7 @@ KEYS = (  # what the adaptations take
     "attention.value_length attention.value_length_mla block_count expert_count expert_gating_func expert_group_count "
     "expert_group_used_count expert_shared_feed_forward_length nextn_predict_layers pooling_type rope.dimension_count "
     "rope.scaling.yarn_log_multiplier tensor_data_layout feed_forward_length attention.head_count_kv "
-    "attention.temperature_scale rope.scaling.type"
+    "attention.temperature_scale rope.scaling.type attention.layer_norm_rms_epsilon ssm.inner_size ssm.time_step_rank"
 ).split()
 
 
@@ -99,6 +99,21 @@ def test_layers_that_predict_several_tokens_are_not_used() -> None:
     assert isinstance(stored, dict) and stored["unused_layers"] == 1
 
 
+@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35", "qwen35moe"])
+def test_sizes_of_linear_attention(architecture: str) -> None:
+    sizes = {"ssm.inner_size": 64, "ssm.time_step_rank": 4, "ssm.group_count": 2, "ssm.state_size": 8}
+    config = build_config(make_file(architecture, **sizes, nextn_predict_layers=1))
+    assert [config[f"linear_{key}"] for key in ("value_head_dim", "num_value_heads", "num_key_heads")] == [16, 4, 2]
+    assert (config["linear_key_head_dim"], config["num_hidden_layers"]) == (8, 2)
+
+
+def test_the_norms_of_modernbert_have_one_epsilon_in_two_keys() -> None:
+    norms = {"attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": 1e-5}
+    config = build_config(make_file("modern-bert", **norms))
+    assert config["norm_eps"] == 1e-5 and "rms_norm_eps" not in config
+    assert config["global_rope_theta"] == 160_000.0
+
+
 def test_layouts_of_falcon() -> None:
     seven = build_config(make_file("falcon", attention__head_count_kv=1))
     assert seven["multi_query"] is True and "new_decoder_architecture" not in seven
@@ -124,6 +139,12 @@ def test_layouts_of_falcon() -> None:
             {"attention.temperature_scale": 0.1},
             r"mistral3\.attention\.temperature_scale 0\.1 is not supported without yarn scaling",
         ),
+        (
+            "qwen35",
+            {"ssm.inner_size": 100, "ssm.time_step_rank": 3},
+            r"qwen35\.ssm\.inner_size 100 is not a multiple of ssm\.time_step_rank",
+        ),
+        ("eurobert", {"attention.causal": True}, r"eurobert\.attention\.causal True is not supported"),
         ("bert", {"attention.causal": True}, r"bert\.attention\.causal True is not supported \(supported: false\)"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from serve_llm.engine.model.build import ModelBuilder, Part
 from serve_llm.engine.model.decoder import build_decoder
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.quantization_spec import Int8Spec
 from serve_llm.engine.model.shard import build_shard, describe_split, split_model_layers
 from serve_llm.engine.model.spec import (
@@ -157,6 +158,20 @@ def test_whole_experts_are_each_on_one_rank() -> None:
         describe_split(spec, ParallelLayout(3, 1), engines=2)[1]
         == "Expert parallel, 2 engines: experts (of 7) 2+1+1+1+1+1"
     )
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8, 16, 33])
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_ranks_have_the_key_heads_that_their_heads_use(takes_turns: bool, tensor: int) -> None:
+    mixer = DeltaNetSpec(32, 16, 128, 128, 4, 1e-6, takes_turns=takes_turns)
+    assert [mixer.find_key_head(head) for head in (0, 1, 16, 31)] == ([0, 1, 0, 15] if takes_turns else [0, 0, 8, 15])
+    base = model(32, 2, 64, 64, 64, 64, 1)
+    spec = replace(base, layers=(replace(base.layers[0], attention=mixer),))
+    shares = [build_shard(spec, ParallelLayout(tensor), rank).attention(mixer) for rank in range(tensor)]
+    assert [head for share in shares for head in share.heads] == list(range(32))
+    for share in shares:
+        used = {mixer.find_key_head(head) for head in share.heads}
+        assert used <= set(share.kv_heads) and (tensor != 4 or len(used) == len(share.kv_heads))
 
 
 def test_layers_as_chosen_and_by_cost() -> None:

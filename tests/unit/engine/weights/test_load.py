@@ -15,11 +15,12 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.build import Part
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import MLASpec, MoESpec
+from serve_llm.engine.model.weight_map import WeightRule
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights.dummy import build_dummy_loader
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.load import load_model, match_tensors
-from serve_llm.engine.weights.parameters import CheckpointLoader
+from serve_llm.engine.weights.parameters import CheckpointLoader, Source
 from support.forward import CPU, Harness, load, load_whole
 from support.matrix import FEW, mostly_slow
 from support.quantised import quantise_checkpoint
@@ -329,3 +330,16 @@ def test_dummy_weights_depend_on_seed_only(tmp_path: Path) -> None:
     assert first.isfinite().all()
     assert torch.equal(dummy(1), first)
     assert not torch.equal(dummy(2), first)
+
+
+def test_logarithms_of_negative_numbers(tmp_path: Path) -> None:
+    """As GGUF files store the decay of linear attention."""
+    source = Source("a", WeightRule("a", ("layers.0.attention.decay",), "minus_exp"))
+    for numbers, is_valid in ((torch.tensor([-1.0, -2.0, -0.5]), True), (torch.tensor([-1.0, 0.0, -0.5]), False)):
+        save_file({"a": numbers}, tmp_path / "model.safetensors")
+        read = CheckpointLoader(Checkpoint(tmp_path), {source.rule.parameters[0]: source}, torch.bfloat16, CPU)
+        if is_valid:
+            torch.testing.assert_close(read(source.rule.parameters[0], (3,)), numbers.neg().log())
+        else:
+            with pytest.raises(ModelError, match="a: all numbers must be below 0"):
+                read(source.rule.parameters[0], (3,))
