@@ -47,7 +47,12 @@ class LocalWorker(Workers):
         if self._expert_groups is not None:
             (setup,) = self._expert_groups.join([host_id()])
             address = self._expert_groups.address
-        experts, wait_for_all = build_expert_group(setup, config, 0, address or LOOPBACK)
+        experts, wait_for_engines = build_expert_group(setup, config, 0, address or LOOPBACK)
+
+        def wait_for_all(value: bool) -> bool:
+            wait_for_engines()
+            return value
+
         groups = ProcessGroups(local_ranks=config.engines_on_host(0), experts=experts, wait_for_all=wait_for_all)
         if isinstance(self._spec, PretrainedSpec):
             shard = Shard(ParallelLayout(), 0, self._spec.layers)

@@ -52,9 +52,10 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
     builder.check_gpus()
     experts, wait_for_engines = build_expert_group(init.expert_group, init.config, rank, address or LOOPBACK)
 
-    def wait_for_all() -> None:
-        builder.wait_for_all()
+    def wait_for_all(value: bool) -> bool:
+        is_everywhere = builder.wait_for_all(value)
         wait_for_engines()
+        return is_everywhere
 
     return ProcessGroups(
         builder.tensor_parallel_group(),
@@ -139,13 +140,17 @@ class _GroupBuilder:
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         check_own_gpus(gather_values(self._store, "GPUs", self._rank, self._parallel.size, gpu, PEER_SECONDS))
 
-    def wait_for_all(self) -> None:
-        """Wait until all ranks have loaded their weights. Collectives on GPUs would time out during a slow load. Raises
-        EngineError."""
-        if self._store is not None and self._backend == "nccl":
-            from serve_llm.engine.parallel.torch_group import gather_values
+    def wait_for_all(self, value: bool) -> bool:
+        """Wait until all ranks have loaded their weights. Collectives on GPUs would time out during a slow load.
 
-            gather_values(self._store, "weights", self._rank, self._parallel.size, seconds=LOAD_SECONDS)
+        Returns whether `value` is true on all ranks; on CPUs, `value`. Raises EngineError."""
+        if self._store is None or self._backend != "nccl":
+            return value
+        from serve_llm.engine.parallel.torch_group import gather_values
+
+        size = self._parallel.size
+        values = gather_values(self._store, "weights", self._rank, size, str(value), seconds=LOAD_SECONDS)
+        return values == [str(True)] * size
 
     def tensor_parallel_group(self) -> ProcessGroup:
         """NCCL on GPUs, shared memory on CPUs of one host; on CPUs of several hosts shared memory first, then gloo."""

@@ -86,4 +86,5 @@ class ProcessGroups:
     next: PipelineLink | None = None  # None: the last stage
     local_ranks: int = 1  # ranks that share this host's cores and memory, including those of other engines
     experts: AllToAll = SingleRankGroup()  # the expert-parallel group
-    wait_for_all: Callable[[], object] = lambda: None  # until all ranks have loaded: operations time out
+    # Waits until all ranks have loaded, as operations time out. Returns whether its argument is true on all of them.
+    wait_for_all: Callable[[bool], bool] = bool

@@ -103,11 +103,21 @@ def test_two_ranks_on_one_gpu_are_an_error() -> None:
 
 def test_a_rank_waits_until_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(torch_group, "gather_values", lambda *given, **more: waited.append((*given, more["seconds"])))
-    build(ParallelLayout(2, 2), 3).wait_for_all()
-    assert waited == [(STORE, "weights", 3, 4, messages.LOAD_SECONDS)]
-    build(ParallelLayout(1, 1), 0, device="cpu").wait_for_all()
-    assert len(waited) == 1, "ranks on CPUs wait for each other in shared memory"
+
+    def gather_values(*given: Any, seconds: float) -> list[str]:
+        waited.append((*given, seconds))
+        return ["True", others, "True", given[-1]]
+
+    monkeypatch.setattr(torch_group, "gather_values", gather_values)
+    others = "True"
+    assert build(ParallelLayout(2, 2), 3).wait_for_all(True)
+    assert waited == [(STORE, "weights", 3, 4, "True", messages.LOAD_SECONDS)]
+    assert not build(ParallelLayout(2, 2), 3).wait_for_all(False)
+    others = "False"
+    assert not build(ParallelLayout(2, 2), 3).wait_for_all(True)
+    alone = build(ParallelLayout(1, 1), 0, device="cpu")
+    assert alone.wait_for_all(True) and not alone.wait_for_all(False)
+    assert len(waited) == 3, "ranks on CPUs wait for each other in shared memory"
 
 
 def test_gpus_of_their_own_meet_by_nccl() -> None:
