@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from serve_llm.engine.scheduler.output import RunnerOutput
-from serve_llm.engine.transfer import PendingWork
+from serve_llm.engine.transfer import DeviceCopier, PendingCopy, PendingWork
 
 NOT_FINITE_VECTOR = "the vector that the model computed is not finite"
 
@@ -36,34 +36,45 @@ def finish_after(work: PendingWork, results: list[RunnerOutput]) -> PendingStep:
     return PendingStep(lambda: work.is_ready, finish)
 
 
-def add_vectors(pending: PendingStep, vectors: Mapping[int, Tensor]) -> PendingStep:
+def add_vectors(pending: PendingStep, vectors: Mapping[int, Tensor], copier: DeviceCopier) -> PendingStep:
     """`pending`, with vectors in its results. vectors: by index of the result."""
     if not vectors:
         return pending
+    copies = {index: copier.to_host(vector) for index, vector in vectors.items()}
 
     def finish() -> list[RunnerOutput]:
         results = pending.finish()
-        for index, vector in vectors.items():
+        for index, copy in copies.items():
+            vector = copy.wait()
             if bool(vector.isfinite().all()):
-                results[index].vector = vector.cpu().numpy().tobytes()
+                results[index].vector = vector.numpy().tobytes()
             else:
                 results[index].error = NOT_FINITE_VECTOR
         return results
 
-    return PendingStep(pending.is_ready, finish)
+    return _ready_after(pending, copies.values(), finish)
 
 
-def add_hidden_states(pending: PendingStep, collected: Sequence[Tensor], query_starts: Sequence[int]) -> PendingStep:
+def add_hidden_states(
+    pending: PendingStep, collected: Sequence[Tensor], query_starts: Sequence[int], copier: DeviceCopier
+) -> PendingStep:
     """`pending`, with hidden states in its results. collected: see `Decoder`."""
     if not collected:
         return pending
-    states = torch.cat(tuple(collected), dim=-1)
+    copy = copier.to_host(torch.cat(tuple(collected), dim=-1))
 
     def finish() -> list[RunnerOutput]:
         results = pending.finish()
-        on_host = states.cpu().view(torch.uint8).numpy()
+        on_host = copy.wait().view(torch.uint8).numpy()
         for result, start, end in zip(results, query_starts, query_starts[1:], strict=False):
             result.hidden_states = on_host[start:end].tobytes()
         return results
 
-    return PendingStep(pending.is_ready, finish)
+    return _ready_after(pending, [copy], finish)
+
+
+def _ready_after(
+    pending: PendingStep, copies: Collection[PendingCopy], finish: Callable[[], list[RunnerOutput]]
+) -> PendingStep:
+    """A step that `finish` ends, which waits for `pending` and the copies, but not for later work on the device."""
+    return PendingStep(lambda: pending.is_ready() and all(copy.is_ready for copy in copies), finish)

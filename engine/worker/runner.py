@@ -120,11 +120,10 @@ class Runner:
         self, scheduler_output: SchedulerOutput, replayed: Tensor, masks: MaskSource | None
     ) -> PendingStep:
         """Sample from the logits that `_replay` returned; before the last stage, send its hidden states on."""
-        if not self._shard.is_last:
-            self._decoder.send(replayed)
-            self._receive_masks(scheduler_output, masks)
-            return NO_RESULTS
+        self._decoder.send(replayed)
         received = self._receive_masks(scheduler_output, masks)
+        if not self._shard.is_last:
+            return NO_RESULTS
         results = [RunnerOutput() for _ in scheduler_output.scheduled]
         return self._sample(scheduler_output.scheduled, replayed, received, results)
 
@@ -162,7 +161,8 @@ class Runner:
             pending = finish_after(self._copier.record(), results)
         else:
             pending = NO_RESULTS
-        return add_hidden_states(add_vectors(pending, vectors), collected, inputs.query_starts)
+        pending = add_vectors(pending, vectors, self._copier)
+        return add_hidden_states(pending, collected, inputs.query_starts, self._copier)
 
     def _build_inputs(self, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> StepInputs:
         """Copy the inputs of an eager step to the device."""

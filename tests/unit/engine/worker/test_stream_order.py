@@ -16,7 +16,7 @@ from torch import Tensor
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.transfer import DeviceCopier, PendingWork
 from serve_llm.engine.worker.graphs import CudaCapture
-from serve_llm.engine.worker.pending_step import finish_after
+from serve_llm.engine.worker.pending_step import add_hidden_states, add_vectors, finish_after
 from support.engine import generate, greedy, make_engine
 from support.tiny import make_checkpoint
 
@@ -109,6 +109,24 @@ def test_a_step_without_samples_ends_with_the_work_on_the_device(notes: list[str
     assert isinstance(work.event, Event)
     work.event.happened = True
     assert step.is_ready()
+
+
+def test_vectors_and_states_travel_while_the_next_step_is_computed(notes: list[str]) -> None:
+    """Copies that begin only when the results are wanted would also wait for the steps that were started by then."""
+    copier = DeviceCopier(DEVICE)
+    work = copier.record()
+    step = add_vectors(finish_after(work, [RunnerOutput(), RunnerOutput()]), {1: torch.tensor([0.5, 2.0])}, copier)
+    step = add_hidden_states(step, [torch.ones((3, 2)), torch.zeros((3, 2))], [0, 1, 3], copier)
+    copied = ["empty, pinned", "copy_", "event recorded"]
+    assert notes == ["event recorded", *copied, *copied]
+    assert isinstance(work.event, Event)
+    work.event.happened = True
+    assert not step.is_ready(), "the copies are still under way"
+    first, second = step.finish()
+    assert notes[7:] == ["waited for the event"] * 3
+    assert first.vector is None and second.vector == np.array([0.5, 2.0], np.float32).tobytes()
+    row = np.array([1, 1, 0, 0], np.float32).tobytes()
+    assert (first.hidden_states, second.hidden_states) == (row, 2 * row)
 
 
 def test_each_chunk_of_a_prompt_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
