@@ -1,8 +1,8 @@
 """Attention by FlashAttention-3 (arXiv:2407.08608) on Hopper GPUs, in vLLM's build of it.
 
 The native code comes from the Hugging Face Hub through the package `kernels`, so it is used only if the extra
-`serve-llm[cuda]` is installed. `kernels` prefers the Hub's local cache, and refuses publishers that the Hub does not
-trust.
+`serve-llm[cuda]` is installed. `kernels` refuses publishers that the Hub does not trust, and asks the Hub at each start
+which commit REVISION is now, unless HF_HUB_OFFLINE=1 makes it take what the cache has. The log names the commit.
 
 It computes prompts and decodes in one launch. A plan divides keys among the GPU's multiprocessors; it is computed on
 the device from the lengths, once per step and KV group, and again in each replay of a captured step. A row's bits
@@ -13,6 +13,8 @@ contain NaN there: `allocate_cache` fills it with zeros.
 from __future__ import annotations
 
 import importlib
+import logging
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
@@ -23,6 +25,8 @@ from torch import Tensor
 from serve_llm.kernels import attention
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.backends.backend import AttentionForm, Features, Offer
+
+logger = logging.getLogger(__name__)
 
 REPOSITORY = "kernels-community/vllm-flash-attn3"
 REVISION = "v1"  # branch with this version of the interface
@@ -67,6 +71,7 @@ def offer(features: Features) -> Offer:
             return f"it failed in a trial: {_first_line(error)}"
         if not is_right:
             return f"its results were wrong in a trial with heads of {form.head_dim}"
+    logger.info("FlashAttention-3: commit %s of %s (%s)", find_commit(library) or "unknown", REPOSITORY, REVISION)
     return {"paged_attention": paged_attention}
 
 
@@ -77,6 +82,12 @@ def load_library() -> FlashLibrary:
         raise ImportError("a different package is called kernels")
     library: FlashLibrary = get_kernel(REPOSITORY, revision=REVISION)
     return library
+
+
+def find_commit(library: FlashLibrary) -> str | None:
+    """The commit from which `kernels` loaded the library, which is the name of a folder of the Hub's cache."""
+    found = re.search(r"/snapshots/([0-9a-f]{40})/", str(getattr(library, "__file__", "")))
+    return None if found is None else found.group(1)
 
 
 class FlashAttention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Sequence
@@ -96,7 +97,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FlashLibrary:
     return found
 
 
-def test_it_is_offered_after_a_trial_of_what_the_model_needs(library: FlashLibrary) -> None:
+def test_it_is_offered_after_a_trial_of_what_the_model_needs(
+    library: FlashLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     forms = {
         AttentionForm(64, has_window=True, has_sinks=True),
         AttentionForm(256, has_softcap=True),
@@ -106,6 +110,16 @@ def test_it_is_offered_after_a_trial_of_what_the_model_needs(library: FlashLibra
         offered = flash_attention.offer(replace(H100, attention_forms=forms, dtype=dtype))
         assert isinstance(offered, dict) and isinstance(offered["paged_attention"], FlashAttention), offered
     assert library.plans == 6
+    assert caplog.messages == ["FlashAttention-3: commit unknown of kernels-community/vllm-flash-attn3 (v1)"] * 2
+
+
+def test_the_log_names_the_commit(library: FlashLibrary, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cache = "/cache/kernels--kernels-community--vllm-flash-attn3/snapshots"
+    library.__file__ = f"{cache}/{commit}/build/torch-stable-abi29-cu130-x86_64-linux/__init__.py"  # type: ignore[attr-defined]
+    assert isinstance(flash_attention.offer(H100), dict)
+    assert f"commit {commit} of" in caplog.text
 
 
 @pytest.mark.parametrize(
