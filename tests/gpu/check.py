@@ -48,7 +48,7 @@ SECONDS = {  # time limit of each part, in order of worth
     "kernels": 140,
     "attention_kernels": 140,
     "engine": 130,
-    "ranks": 90,
+    "ranks": 130,
     "idle": 60,
     "mixed": 60,
     "speed": 60,

@@ -1,12 +1,14 @@
-"""NCCL with one rank, inside a captured graph. What needs several GPUs is reported as not run.
+"""NCCL with one rank, inside a captured graph; and the tokens of several ranks, compared with those of one.
 
-A rehearsal on a CPU compares the tokens of several ranks with those of one.
+Each rank needs a GPU of its own; shapes for which there are too few are reported as not run. A rehearsal has its ranks
+on a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,20 +25,28 @@ from support.engine import generate, greedy, make_engine
 from support.resolved import resolve_all
 from support.tiny import make_checkpoint
 
+SHAPES = (  # tensor and pipeline parallelism, and --all-reduce
+    (2, 1, "nccl"),
+    (1, 2, "nccl"),
+    (2, 2, "nccl"),
+    (2, 1, "symmetric"),
+)
 
-def spread(here: common.Place, folder: Path, tensor: int, pipeline: int) -> EngineCore:
+
+def spread(here: common.Place, folder: Path, tensor: int, pipeline: int, all_reduce: str) -> EngineCore:
     options = make_options(
         str(folder),
         device=here.device,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         distributed_executor_backend="mp",
+        all_reduce=all_reduce,
         kv_cache_memory="64MiB",
         max_num_seqs=16,
     )
     raw = read_config(folder)
     config, spec, weights = resolve_all(
-        options, str(folder), raw, ExecutorChoice("mp", "the rehearsal asks for it", here.device)
+        options, str(folder), raw, ExecutorChoice("mp", "the check asks for it", here.device)
     )
     return EngineCore(config, startup.build_executor(config, spec, weights, raw))
 
@@ -54,17 +64,21 @@ def nccl_in_a_graph(here: common.Place) -> None:
     del captured  # before the communicator, which waits for all graphs that use it
 
 
-def compare_ranks(here: common.Place) -> None:
+def compare_ranks(here: common.Place, shapes: Sequence[tuple[int, int, str]]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         vocab_size = make_checkpoint(folder, "llama")
         prompts = [list(range(length)) for length in (1, 8, 30)] + [[vocab_size - 1] * 5]
         requests = [greedy(number, prompt, 16) for number, prompt in enumerate(prompts)]
         expected = generate(make_engine(folder, device=here.device), requests)
-        for tensor, pipeline in ((2, 1), (1, 2), (2, 2)):
-            what = f"TP={tensor}, PP={pipeline}: tokens of one rank"
+        for tensor, pipeline, all_reduce in shapes:
+            what = f"TP={tensor}, PP={pipeline}, --all-reduce {all_reduce}: tokens of one rank"
+            num_gpus = torch.cuda.device_count()
+            if not here.rehearse and num_gpus < tensor * pipeline:
+                here.report.not_run(what, f"it needs {tensor * pipeline} GPUs, not {num_gpus}")
+                continue
             try:
-                engine = spread(here, folder, tensor, pipeline)
+                engine = spread(here, folder, tensor, pipeline, all_reduce)
                 with contextlib.closing(engine._executor):
                     found = generate(engine, requests)
             except Exception as error:  # the next one may be well
@@ -77,12 +91,10 @@ def compare_ranks(here: common.Place) -> None:
 def main() -> None:
     here = common.place("ranks")
     if here.rehearse:
-        compare_ranks(here)
+        compare_ranks(here, [shape for shape in SHAPES if shape[2] == "nccl"])
         return
     nccl_in_a_graph(here)
-    here.report.not_run("tensor and pipeline parallelism on GPUs", "one card")
-    here.report.not_run("NCCL between cards, in graphs and out of them", "one card")
-    here.report.not_run("symmetric-memory all-reduce", "one card")
+    compare_ranks(here, SHAPES)
 
 
 if __name__ == "__main__":

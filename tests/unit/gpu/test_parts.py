@@ -21,6 +21,7 @@ from support.gpu_check import ROOT, load_module
 
 common, figures, floors, report = (load_module(name) for name in ("parts.common", "figures", "floors", "report"))
 engine_steps = load_module("parts.engine_steps")
+ranks = load_module("parts.ranks")
 KernelSpan = engine_steps.KernelSpan
 SPANS = [KernelSpan("attend", 0.0, 60.0), KernelSpan("mm", 60.0, 90.0), KernelSpan("mm", 100.0, 110.0)]
 
@@ -267,3 +268,31 @@ def test_flash_attention_is_given_the_same_numbers(tiny: Any) -> None:
     times.agree(bench, flash)
     times.agree(bench, lambda query, key, value, causal: flash(query, key, value, causal) * 1.1)
     assert [row.passed for row in report.read_rows(tiny.report._path)] == [True, False]
+
+
+def test_ranks_are_compared_where_each_has_a_gpu(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread: list[tuple[Any, ...]] = []
+
+    def make_engine(folder: Path, device: str) -> Any:
+        assert device == "cuda"
+        return make_cpu_engine(folder)
+
+    def make_ranks(here: Any, folder: Path, *shape: Any) -> Any:
+        spread.append(shape)
+        if shape == (1, 2, "nccl"):
+            raise RuntimeError("no NCCL")
+        return make_cpu_engine(folder)
+
+    make_cpu_engine = ranks.make_engine
+    monkeypatch.setattr(ranks, "make_engine", make_engine)
+    monkeypatch.setattr(ranks, "spread", make_ranks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ranks.compare_ranks(here, ranks.SHAPES)
+    assert spread == [(2, 1, "nccl"), (1, 2, "nccl"), (2, 1, "symmetric")]
+    found = {(row.name.partition(":")[0], row.passed, row.value) for row in rows(here).values()}
+    assert found == {
+        ("TP=2, PP=1, --all-reduce nccl", True, "ok"),
+        ("TP=1, PP=2, --all-reduce nccl", False, "RuntimeError('no NCCL')"),
+        ("TP=2, PP=2, --all-reduce nccl", None, "not run: it needs 4 GPUs, not 2"),
+        ("TP=2, PP=1, --all-reduce symmetric", True, "ok"),
+    }
