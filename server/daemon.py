@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import logging
 import signal
@@ -94,6 +95,7 @@ async def serve(options: Options) -> int:
                     if options.front_ends > 1:
                         http_server.stop_accepting()
                     await stack.enter_async_context(_serve_front_ends(front_ends, assembly, options))
+                gc.freeze()  # otherwise each full collection traverses all modules, while every stream waits
                 logger.info("Serving %s on %s after %.1f s", options.model, url, time.perf_counter() - began)
                 await _run_until_stopped(assembly, options.drain_timeout, signals)
                 return 0

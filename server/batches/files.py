@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import fcntl
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -13,6 +14,12 @@ from serve_llm.server.batches.lines import RESULT_PREFIX, BatchRequest, parse_re
 from serve_llm.server.http.errors import InvalidRequest
 
 LINE_BYTES = 2**16  # limit on everything in a line except its body
+
+
+def give_way() -> None:
+    """Let another thread take the interpreter's lock if it waits for it. A thread that reads many lines would otherwise
+    keep it for 5 ms at a time, and delay the event loop by as much at each of its steps."""
+    time.sleep(0)
 
 
 class InvalidLine(OptionError):
@@ -68,6 +75,7 @@ class BatchInput:
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
                         yield number, self._parse(line, number)
+                        give_way()
         except OSError as error:
             raise OptionError(f"--input-file {self._path}: {error.strerror}") from None
 
@@ -116,6 +124,7 @@ class BatchOutput:
                 ids.add(parse_result(line).custom_id)
             except InvalidRequest as error:
                 raise InvalidOutput(f"--output-file {self._path}, line {number}: {error}") from None
+            give_way()
         return ids
 
     def append(self, line: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections import Counter
 from collections.abc import Coroutine
@@ -137,6 +138,7 @@ class FrontEnd:
         self._app = app
         self._tracing = tracing
         app.prompts.start_first_worker()
+        gc.freeze()  # otherwise each full collection traverses all modules, while every stream waits
         self._send(Loaded())
         self._start(self._count())
 

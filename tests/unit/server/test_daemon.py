@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from serve_llm.common.errors import ServeError
+from serve_llm.common.errors import EngineError, ServeError
 from serve_llm.common.options.sources import make_options
 from serve_llm.server import daemon
 
@@ -31,3 +33,26 @@ def test_a_signal_after_the_first_log_line_stops_the_server(monkeypatch: pytest.
     finally:
         daemon.logger.removeHandler(recorder)
     assert handlers["Listening"] not in (signal.SIG_DFL, None)
+
+
+def test_collections_skip_what_the_start_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traversing all modules takes longer than many steps, and every stream waits for it."""
+    order: list[str] = []
+
+    async def assemble(*given: object) -> object:
+        order.append("assembled")
+        supervisor = SimpleNamespace(watch=watch)
+        return SimpleNamespace(app=None, admission=SimpleNamespace(), supervisor=supervisor, stop=stop)
+
+    async def watch() -> EngineError:
+        order.append("served")
+        return EngineError("the end")
+
+    async def stop(seconds: float) -> None:
+        pass
+
+    monkeypatch.setattr(daemon, "_assemble", assemble)
+    monkeypatch.setattr(gc, "freeze", lambda: order.append("frozen"))
+    with pytest.raises(EngineError, match="the end"):
+        asyncio.run(daemon.serve(make_options("model", port=0)))
+    assert order == ["assembled", "frozen", "served"]

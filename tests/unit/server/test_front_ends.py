@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +15,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serve_llm.common.errors import EngineDead, OptionError
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.assemble import assemble
+from serve_llm.server.front_ends import front_end as module
+from serve_llm.server.front_ends import messages
 from serve_llm.server.front_ends.channel import MessageChannel
+from serve_llm.server.front_ends.front_end import FrontEnd
 from serve_llm.server.metrics.meter import Clock, Meter
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.tracing.tracing import Tracing
 from support.asgi import Call, fetch
 from support.fakes import ScriptedEngine
@@ -253,3 +260,25 @@ def test_a_prefix_has_one_home_whichever_front_end_is_asked(serve: Serve) -> Non
             assert fetch(front_end.app, "POST", "/v1/completions", body).status == 200
     homes = [{request.prompt_ids[0] for request in engine.submitted} for engine in served.engines]
     assert len(homes[0]) == len(homes[1]) == 2 and not homes[0] & homes[1]
+
+
+def test_collections_skip_what_a_front_end_loaded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: order.append("frozen"))
+    monkeypatch.setattr(module, "configure", lambda *given: None)
+    monkeypatch.setattr(ServedModel, "load", lambda directory, options: served.model)
+    monkeypatch.setattr(PromptPool, "start_first_worker", lambda pool: order.append("built"))
+    monkeypatch.setattr(FrontEnd, "_send", lambda front_end, message: order.append(type(message).__name__))
+    setup = messages.Setup(make_options("demo"), "demo", served.engine.facts, 1, 1, "socket", 0, None)
+
+    async def load() -> None:
+        with socket.socket() as listener:
+            front_end = FrontEnd(listener)
+            front_end.channel.closed.set()
+            front_end._receive(messages.encode(setup))
+            while "Loaded" not in order:
+                await asyncio.sleep(0)
+            await front_end.run()
+
+    asyncio.run(load())
+    assert order[:3] == ["built", "frozen", "Loaded"]

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from serve_llm.common.errors import OptionError, ServeError
+from serve_llm.server.batches import files
 from serve_llm.server.batches.files import LINE_BYTES, BatchInput, BatchOutput
 from serve_llm.server.batches.lines import build_result
 from serve_llm.server.batches.local_call import LocalResponse
@@ -55,6 +56,23 @@ def write_input(path: Path, *lines: bytes | dict[str, object]) -> BatchInput:
 
 def result(custom_id: str) -> bytes:
     return build_result(custom_id, LocalResponse(200, {"x-request-id": "r"}, b'{"choices":[]}'))
+
+
+def test_the_event_loop_may_run_between_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a file is, the thread that reads it gives the interpreter's lock away after each line."""
+    events: list[str] = []
+    for name, parse in (("parse_request", files.parse_request), ("parse_result", files.parse_result)):
+        monkeypatch.setattr(files, name, lambda line, parse=parse: (events.append("line"), parse(line))[1])
+    monkeypatch.setattr(files, "give_way", lambda: events.append("way"))
+    names = [str(number) for number in range(3000)]
+    requests = write_input(tmp_path / "in", *({"custom_id": name} for name in names))
+    assert len(requests.read_ids()) == len(names)
+    assert [one.custom_id for one in requests.read(names[:-1])] == names[-1:]
+    (tmp_path / "out").write_bytes(b"".join(map(result, names)))
+    output = BatchOutput(tmp_path / "out")
+    assert len(output.read_ids()) == len(names)
+    output.close()
+    assert events == ["line", "way"] * 3 * len(names)
 
 
 @pytest.mark.parametrize(("line", "named"), HOSTILE)
