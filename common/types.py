@@ -13,7 +13,7 @@ import msgspec
 
 LOWEST_PRIORITY = 2**31 - 1  # runs after everything else
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy, as in vLLM: dividing logits by them would overflow
-PoolingTask = Literal["none", "embed", "classify"]  # result of a pooling request
+PoolingTask = Literal["none", "embed", "classify", "token_classify"]  # result of a pooling request
 
 
 class FinishReason(StrEnum):

@@ -116,7 +116,7 @@ def read_families() -> dict[str, Family]:
     from unit.engine.model.test_encoder_configs import NEW
 
     from support.multimodal import TEXT, multimodal_config_of
-    from support.pooled import DECODERS, ENCODERS, pooled_config_of
+    from support.pooled import DECODERS, ENCODERS, TOKEN_CLASSIFIERS, pooled_config_of
     from support.tiny import config_of
 
     families = {architecture: Family() for architecture in FAMILIES}
@@ -124,7 +124,7 @@ def read_families() -> dict[str, Family]:
         config = config_of(family, **{key: value for key, value in overrides.items() if key != "std"})
         (architecture,) = config["architectures"]
         families[architecture].add_checkpoint(architecture, config)
-    for architecture in (*DECODERS, *ENCODERS):
+    for architecture in (*DECODERS, *ENCODERS, *TOKEN_CLASSIFIERS):
         families[architecture].add_checkpoint(architecture, pooled_config_of(architecture))
     for architecture in TEXT:
         families[architecture].add_checkpoint(architecture, multimodal_config_of(architecture))

@@ -48,6 +48,8 @@ def find_pooling_task(spec: ModelSpec | PretrainedSpec) -> PoolingTask:
     pooler = _pooler_of(spec)
     if pooler is None:
         return "none"
+    if pooler.classifies_tokens:
+        return "token_classify"
     return "classify" if pooler.is_classifier else "embed"
 
 
@@ -60,7 +62,9 @@ def find_vector_size(spec: ModelSpec | PretrainedSpec) -> int:
 def find_token_vector_size(spec: ModelSpec | PretrainedSpec) -> int:
     """Numbers of the vector of a token; 0 if the model returns none, or if its layers read several poolings."""
     pooler = _pooler_of(spec)
-    if pooler is None or pooler.is_classifier or not isinstance(spec, ModelSpec):
+    if pooler is None or not isinstance(spec, ModelSpec):
+        return 0
+    if pooler.is_classifier and not pooler.classifies_tokens:
         return 0
     if not pooler.layers:
         return spec.hidden_size

@@ -221,6 +221,7 @@ class PoolerSpec:
     token_ids: tuple[int, ...] = ()  # the last layer is these rows of the LM head
     normalize: bool = False  # scale the vector to length 1
     is_classifier: bool = False  # the vector holds one logit per class; otherwise it is an embedding
+    classifies_tokens: bool = False  # every token of a prompt has its own vector
 
     def vector_size(self, hidden_size: int) -> int:
         own_size = self.layers[-1].outputs if self.layers else hidden_size * len(self.pooling_types)
@@ -273,8 +274,7 @@ class ModelSpec:
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences have states besides their KV, which summarise all tokens so far and cannot be rolled
-        back."""
+        """Whether sequences have states besides their KV, which summarise all tokens and cannot be rolled back."""
         return any(isinstance(layer.attention, DeltaNetSpec) for layer in self.layers)
 
     @property

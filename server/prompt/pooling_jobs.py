@@ -35,6 +35,7 @@ SERVED = {
     "none": "this model generates text; start the server with --convert embed to get embeddings from it as well",
     "embed": "this model makes embeddings and has no classes",
     "classify": "this model is a classifier and makes no embeddings",
+    "token_classify": "this model classifies tokens: /pooling returns the classes of each token",
 }
 
 
@@ -83,13 +84,15 @@ def embed_cohere(content: bytes, context: Context) -> Pool:
 
 def pool(content: bytes, context: Context) -> Pool:
     body, ignored = _parse(PoolingRequest, content, context)
-    if context.facts.pooling_task == "none":
+    task = context.facts.pooling_task
+    if task == "none":
         raise Unsupported(SERVED["none"])
-    if body.task == "token_embed" and context.facts.token_vector_size:
+    embeds_tokens = task == "embed" and context.facts.token_vector_size > 0
+    if body.task not in (None, task) and not (body.task == "token_embed" and embeds_tokens):
+        others = " or token_embed" if embeds_tokens else ""
+        raise Unsupported(f"task must be {task}{others} with this model", "task")
+    if body.task == "token_embed" or task == "token_classify":
         return _build_token_vectors(body, context, ignored)
-    if body.task not in (None, context.facts.pooling_task):
-        others = " or token_embed" if context.facts.token_vector_size else ""
-        raise Unsupported(f"task must be {context.facts.pooling_task}{others} with this model", "task")
     return _build_vectors(body, context, ignored)
 
 
@@ -257,8 +260,8 @@ def _check_task(context: Context, task: str) -> None:
 
 def _check_scores(context: Context) -> None:
     facts = context.facts
-    if facts.pooling_task == "none":
-        raise Unsupported(SERVED["none"])
+    if facts.pooling_task in ("none", "token_classify"):
+        raise Unsupported(SERVED[facts.pooling_task])
     is_token_classifier = context.model.vectors.has_token_classes
     if facts.pooling_task == "classify" and facts.vector_size != 1 and not is_token_classifier:
         raise Unsupported(
@@ -292,6 +295,9 @@ def _build_token_vectors(body: PoolingRequest, context: Context, ignored: list[s
             "send fewer or shorter texts",
             "input",
         )
+    if context.facts.pooling_task == "token_classify":
+        activate = bool(body.use_activation)
+        return _build_pool(body, name, request, ignored, activate=activate, token_vector_size=size)
     is_scaled = body.scales_vectors(has_unit_length=False, default=True)
     return _build_pool(body, name, request, ignored, is_scaled=is_scaled, token_vector_size=size)
 

@@ -65,7 +65,7 @@ def find_route(content: bytes, context: Context) -> RouteName:
     if "input" in fields and "task" in fields:
         return RouteName("pool")
     if "input" in fields or "messages" in fields:
-        return RouteName("classify" if context.facts.pooling_task == "classify" else "embed")
+        return RouteName({"classify": "classify", "token_classify": "pool"}.get(context.facts.pooling_task, "embed"))
     raise InvalidRequest(
         "one of messages, prompt, input, queries, text_1, data_1, or query and documents is required", "messages"
     )

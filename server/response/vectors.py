@@ -50,7 +50,7 @@ def build_cohere_embeddings(
 
 def build_pooled(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
     if pool.token_vector_size:
-        return _list_token_vectors(vectors, pool, meta)
+        return _list_token_vectors(vectors, pool, meta, settings.activation)
     if pool.activate:
         vectors = [array("f", compute_probabilities(vector, settings.activation)).tobytes() for vector in vectors]
     entries = (
@@ -169,16 +169,21 @@ def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:
     return _encode_base64(numbers) if pool.base64 else numbers.tolist()
 
 
-def _list_token_vectors(vectors: Sequence[bytes], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:
+def _list_token_vectors(
+    vectors: Sequence[bytes], pool: Pool, meta: ResponseMeta, activation: Activation
+) -> Iterator[bytes]:
     """vectors: of all tokens of each text."""
     yield _begin_list(pool, meta)
     row_bytes = 4 * pool.token_vector_size
+
+    def build_row(row: bytes) -> array[float]:
+        if pool.activate:
+            return array("f", compute_probabilities(row, activation))
+        return cut_vector(row, pool.dimensions, is_scaled=pool.is_scaled)
+
     for index, vector in enumerate(vectors):
         yield b'%s{"object":"pooling","index":%d,"data":' % (b"," if index else b"", index)
-        rows = (
-            cut_vector(vector[start : start + row_bytes], pool.dimensions, is_scaled=pool.is_scaled)
-            for start in range(0, len(vector), row_bytes)
-        )
+        rows = (build_row(vector[start : start + row_bytes]) for start in range(0, len(vector), row_bytes))
         yield from _encode_rows_as_base64(rows) if pool.base64 else _encode_rows(rows)
         yield b"}"
     yield b"]}"

@@ -167,8 +167,9 @@ class PoolingRequest(VectorFormat, InputBody):
 
     task: str | None = Field(
         default=None,
-        description="embed or classify, whichever the model does, as when absent; with an embedding model also "
-        "token_embed: a vector of each token, of length 1 unless normalize is false.",
+        description="embed, classify or token_classify (classes of each token), whichever the model does, as when "
+        "absent; with an embedding model also token_embed: a vector of each token, of length 1 unless normalize is "
+        "false.",
     )
     use_activation: bool | None = Field(
         default=None, description="A classifier's probabilities instead of logits; for embeddings as normalize."

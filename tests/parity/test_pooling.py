@@ -23,6 +23,7 @@ from support.matrix import mostly_slow
 from support.pooled import (
     DECODERS,
     ENCODERS,
+    TOKEN_CLASSIFIERS,
     compute_vectors,
     make_pooled_checkpoint,
     pooled_config_of,
@@ -263,6 +264,14 @@ class TestTokens:
         options = {"max_model_len": 64, "max_num_batched_tokens": 64, "pooling_type": "mean"}
         engine = make_engine(tmp_path, tensor=tensor, **options)
         self.check(engine, chosen, [reference_hidden(tmp_path, architecture, ids) for ids in chosen])
+
+    @pytest.mark.parametrize("tensor", mostly_slow([1, 2], [2]))
+    @pytest.mark.parametrize("architecture", TOKEN_CLASSIFIERS)
+    def test_classes_of_encoders(self, architecture: str, tensor: int, tmp_path: Path) -> None:
+        vocab_size = make_pooled_checkpoint(tmp_path, architecture, std=0.1)
+        chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
+        engine = make_engine(tmp_path, tensor=tensor, max_model_len=64, max_num_batched_tokens=64)
+        self.check(engine, chosen, [reference_logits(tmp_path, architecture, ids) for ids in chosen])
 
     def test_of_modules_of_sentence_transformers(self, tmp_path: Path) -> None:
         modules = ["Pooling", "Dense", "Normalize"]

@@ -66,6 +66,12 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "GteModel": _BERT,
     "GteForSequenceClassification": {**_BERT, "type_vocab_size": 0},
 }
+TOKEN_CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "BertForTokenClassification": {**_BERT, "num_labels": 9},
+    "RobertaForTokenClassification": {**_ROBERTA, "num_labels": 3},
+    "XLMRobertaForTokenClassification": {**_ROBERTA, "num_labels": 1},
+    "ModernBertForTokenClassification": {**_MODERNBERT, "classifier_bias": True, "num_labels": 5},
+}
 
 
 def make_pooled_checkpoint(
@@ -108,7 +114,7 @@ def pooled_config_of(architecture: str, **overrides: Any) -> dict[str, Any]:
 
 def _build_config(architecture: str, **overrides: Any) -> transformers.PreTrainedConfig:
     ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-    sizes = copy.deepcopy({**DECODERS, **ENCODERS}[architecture])
+    sizes = copy.deepcopy({**DECODERS, **ENCODERS, **TOKEN_CLASSIFIERS}[architecture])
     return getattr(transformers, architecture).config_class(**{**ids, **sizes, **overrides})
 
 
@@ -149,7 +155,7 @@ def reference_hidden(directory: Path, architecture: str, ids: Sequence[int]) -> 
 
 @torch.inference_mode()
 def reference_logits(directory: Path, architecture: str, ids: Sequence[int], **inputs: Any) -> Tensor:
-    """transformers' logits of a classifier: (classes,)."""
+    """transformers' logits of a classifier: (classes,), or of tokens: (ids, classes)."""
     return _load(directory, architecture)(torch.tensor([list(ids)]), **inputs).logits[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier
+from serve_llm.engine.model.families.encoder import build_encoder, read_classifier
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.families.pooled import Read
@@ -26,6 +26,7 @@ LAYER = {
 }
 TYPES_AND_NORM = {"embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "embedding_norm"}
 BERT_CLASSIFIER = {"bert.pooler.dense": "pooler.dense", "classifier": "pooler.classifier"}
+TOKEN_CLASSIFIER = {"classifier": "pooler.classifier"}
 ROBERTA_CLASSIFIER = {"classifier.dense": "pooler.dense", "classifier.out_proj": "pooler.classifier"}
 
 
@@ -75,7 +76,7 @@ def _read(
         ropes=[None] * config.layers("num_hidden_layers"),
         positions=positions,
         token_types=config.integer("type_vocab_size", default_types),
-        pooler=read_first_token_classifier(config, architecture),
+        pooler=read_classifier(config, architecture),
     )
     config.ignore("output_past", "gradient_checkpointing")
     config.done()
@@ -83,11 +84,13 @@ def _read(
 
 
 def _build_weights(spec: ModelSpec, base: str, head: str, classifier: dict[str, str]) -> WeightMap:
+    """classifier: names of the layers of a classifier of whole texts."""
+    classifies_tokens = spec.pooler is not None and spec.pooler.classifies_tokens
     return build_weights(
         spec,
         LAYER,
         base=base,
         embedding_parts={"embeddings.position_embeddings": "positions", **TYPES_AND_NORM},
         head=head,
-        pooler=classifier,
+        pooler=TOKEN_CLASSIFIER if classifies_tokens else classifier,
     )

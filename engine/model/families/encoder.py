@@ -31,9 +31,12 @@ def read_heads(config: ConfigReader) -> tuple[int, int, int]:
     return width, heads, head_dim
 
 
-def read_first_token_classifier(config: ConfigReader, architecture: str) -> PoolerSpec | None:
-    """BERT's classifier: a linear layer with tanh on the first token's hidden state, and one to the classes. None for
-    architectures without one."""
+def read_classifier(config: ConfigReader, architecture: str) -> PoolerSpec | None:
+    """BERT's classifier: a linear layer with tanh on the first token's hidden state, and one to the classes. A
+    classifier of tokens has only the second one. None for architectures without a classifier."""
+    if architecture.endswith("ForTokenClassification"):
+        classes = PoolerLayer("classifier", read_num_labels(config))
+        return PoolerSpec(("cls",), (classes,), is_classifier=True, classifies_tokens=True)
     if not architecture.endswith("ForSequenceClassification"):
         return None
     dense = PoolerLayer("dense", config.integer("hidden_size"), activation="tanh")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier, read_heads
+from serve_llm.engine.model.families.encoder import build_encoder, read_classifier, read_heads
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.pooled import Read
 from serve_llm.engine.model.families.rope import read_rope
@@ -46,7 +46,7 @@ def read_gte(architecture: str, base: str) -> Read:
             norm=NormSpec("layer", config.number("layer_norm_eps", 1e-12)),
             ropes=[rope] * config.layers("num_hidden_layers"),
             token_types=token_types,
-            pooler=read_first_token_classifier(config, architecture),
+            pooler=read_classifier(config, architecture),
         )
         config.done()
         parts = {"embeddings.LayerNorm": "embedding_norm"}

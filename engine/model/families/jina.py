@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.alibi import compute_slopes
 from serve_llm.engine.model.families.bert import ATTENTION, BERT_CLASSIFIER, ROBERTA_CLASSIFIER, TYPES_AND_NORM
-from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier, read_heads
+from serve_llm.engine.model.families.encoder import build_encoder, read_classifier, read_heads
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.families.pooled import Read
@@ -64,7 +64,7 @@ def read_jina_bert(architecture: str) -> Read:
             ropes=[None] * config.layers("num_hidden_layers"),
             token_types=config.integer("type_vocab_size", 2),
             alibi_slopes=compute_slopes(heads),
-            pooler=read_first_token_classifier(config, architecture),
+            pooler=read_classifier(config, architecture),
         )
         config.done()
         weights = build_weights(
@@ -96,7 +96,7 @@ def read_jina_v3(architecture: str) -> Read:
             norm=NormSpec("layer", config.number("layer_norm_eps", 1e-5)),
             ropes=[rope] * config.layers("num_hidden_layers"),
             token_types=config.integer("type_vocab_size", 1),
-            pooler=read_first_token_classifier(config, architecture),
+            pooler=read_classifier(config, architecture),
         )
         config.done()
         weights = build_weights(

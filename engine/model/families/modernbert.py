@@ -43,7 +43,7 @@ def read_modernbert(architecture: str) -> Read:
         slides = read_layer_kinds(config, num_layers) or [index % every != 0 for index in range(num_layers)]
         near, far = _read_ropes(config, head_dim)
         window = config.integer("local_attention", 128) // 2 + 1  # tokens on each side, plus the token itself
-        pooler = _read_classifier(config, width, norm) if architecture.endswith("SequenceClassification") else None
+        pooler = _read_classifier(config, architecture, width, norm)
         mlp_bias = config.flag("mlp_bias", False)
         activation = config.choice("hidden_activation", ACTIVATIONS, "gelu")
         spec = build_encoder(
@@ -108,13 +108,12 @@ def _read_ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec
     return ropes[0], ropes[1]
 
 
-def _read_classifier(config: ConfigReader, width: int, norm: NormSpec) -> PoolerSpec:
-    dense = PoolerLayer(
-        "dense",
-        width,
-        bias=config.flag("classifier_bias", False),
-        activation=config.choice("classifier_activation", ACTIVATIONS, "gelu"),
-        norm=norm,
-    )
+def _read_classifier(config: ConfigReader, architecture: str, width: int, norm: NormSpec) -> PoolerSpec | None:
+    if not architecture.endswith("Classification"):
+        return None
+    activation = config.choice("classifier_activation", ACTIVATIONS, "gelu")
+    dense = PoolerLayer("dense", width, bias=config.flag("classifier_bias", False), activation=activation, norm=norm)
+    layers = (dense, PoolerLayer("classifier", read_num_labels(config)))
     pooling = config.choice("classifier_pooling", CLASSIFIER_POOLING, "cls")
-    return PoolerSpec((pooling,), (dense, PoolerLayer("classifier", read_num_labels(config))), is_classifier=True)
+    classifies_tokens = architecture.endswith("ForTokenClassification")
+    return PoolerSpec((pooling,), layers, is_classifier=True, classifies_tokens=classifies_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier, read_heads
+from serve_llm.engine.model.families.encoder import build_encoder, read_classifier, read_heads
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.pooled import Read
 from serve_llm.engine.model.families.rope import read_rope
@@ -70,7 +70,7 @@ def read_nomic_bert(architecture: str) -> Read:
             ropes=[rope] * config.layers("num_hidden_layers"),
             bias=False,
             token_types=config.integer("type_vocab_size", 2),
-            pooler=read_first_token_classifier(config, architecture),
+            pooler=read_classifier(config, architecture),
         )
         config.done()
         weights = build_weights(

@@ -156,6 +156,54 @@ def test_vectors_of_tokens(serve: Serve, model: ServedModel, normalize: bool | N
         assert numbers.tolist() == [number for row in plain["data"] for number in row]
 
 
+def serve_token_classes(serve: Serve) -> Served:
+    """Two classes, whose logits are 0 and the token's position."""
+    return serve(
+        script=lambda request: [number for place in range(len(request.prompt_ids)) for number in (0.0, place)],
+        model_facts=facts(generates=False, pooling_task="token_classify", vector_size=2, token_vector_size=2),
+    )
+
+
+@pytest.mark.parametrize("task", [None, "token_classify"])
+@pytest.mark.parametrize("activate", [None, False, True])
+def test_classes_of_tokens(serve: Serve, activate: bool | None, task: str | None) -> None:
+    served = serve_token_classes(serve)
+    body = {"input": [[1, 2], [3, 4, 5]], "task": task, "use_activation": activate}
+    reply = served.post("/pooling", body).json()
+    assert all(request.pools_tokens for request in served.engine.submitted)
+    for entry, count in zip(reply["data"], (2, 3), strict=True):
+        assert entry["object"] == "pooling" and len(entry["data"]) == count
+        for place, found in enumerate(entry["data"]):
+            first = 1 / (1 + math.exp(place))
+            assert found == pytest.approx([first, 1 - first] if activate else [0.0, place])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/classify", {"input": "a"}, None),
+        ("/v1/embeddings", {"input": "a"}, None),
+        ("/rerank", {"query": "a", "documents": ["b"]}, None),
+        ("/score", {"queries": "a", "documents": "b"}, None),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": "a", "dimensions": 1}, "dimensions"),
+    ],
+    ids=str,
+)
+def test_what_a_classifier_of_tokens_cannot_do(
+    serve: Serve, path: str, body: dict[str, object], param: str | None
+) -> None:
+    error = serve_token_classes(serve).post(path, body).json()["error"]
+    assert (error["param"], error["code"]) == (param, "unsupported")
+    assert param == "dimensions" or "token" in error["message"]
+
+
+def test_invocations_of_a_classifier_of_tokens(serve: Serve) -> None:
+    reply = serve_token_classes(serve).post("/invocations", {"input": [1, 2]}).json()
+    assert reply["data"][0]["data"] == [[0.0, 0.0], [0.0, 1.0]]
+
+
 def test_too_many_vectors_of_tokens(serve: Serve) -> None:
     options = {"limit": ["token-vector-numbers=15"]}
     served = serve(
@@ -171,7 +219,9 @@ def test_too_many_vectors_of_tokens(serve: Serve) -> None:
 def test_task_of_pooling(serve: Serve) -> None:
     for served, task, other in (
         (serve_vectors(serve), "embed", "classify"),
+        (serve_vectors(serve), "embed", "token_classify"),
         (serve_classes(serve, (0.5, 2.0)), "classify", "token_embed"),
+        (serve_classes(serve, (0.5, 2.0)), "classify", "token_classify"),
     ):
         assert served.post("/pooling", {"input": "a", "task": task}).status == 200
         error = served.post("/pooling", {"input": "a", "task": other}).json()["error"]
