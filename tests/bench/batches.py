@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import shlex
@@ -113,6 +114,7 @@ def parse_options(description: str | None, rate: float, requests: int, turns: in
 def main() -> None:
     given = parse_options(__doc__, rate=2.0, requests=40, turns=10)
     stop_on_signals()
+    gc.freeze()  # a full collection of this process would count as latency
     model = given.model or str(model_folder())
     workload = Workload("interactive", 0, PROMPT_TOKENS, OUTPUT_TOKENS, given.requests)
     turns: dict[str, list[list[TimedReply]]] = {QUIET: [], BESIDE: []}
