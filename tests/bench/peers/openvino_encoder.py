@@ -26,7 +26,8 @@ class FirstToken(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        mask = attention_mask[:, None, None, :].bool()  # transformers cannot build this one while it is traced
+        output = self.model(input_ids=input_ids, attention_mask=mask)
         states: torch.Tensor = output.last_hidden_state
         return states[:, 0]
 
