@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 LoRAProduct: TypeAlias = Any  # an adapter's weights for one layer, in the form of the kernels that packed them
+LoRAGroups: TypeAlias = Any  # the rows of each of a layer's products, in the form of the kernels that prepared them
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +46,19 @@ class LoRAKernels(Protocol):
     def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LoRAProduct:
         """down: (columns, inputs). The caller drops the weights afterwards."""
 
-    def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[LoRAProduct, Tensor | None]]) -> None:
-        """Add each product with its rows of x (rows, inputs) to y (rows, outputs).
+    def join(self, products: Sequence[LoRAProduct]) -> None:
+        """Bring the weights of an adapter's products together in memory, where that saves time."""
+
+    def prepare(self, groups: Sequence[tuple[LoRAProduct, Tensor | None]]) -> LoRAGroups:
+        """What `add` takes, as often as the products and rows stay the same.
 
         groups: the products, each with the indices, (n,) int64, of its rows; None: all rows. No row is in two groups.
-        The bits of a row depend on its own numbers alone.
+        """
+
+    def add(self, y: Tensor, x: Tensor, groups: LoRAGroups) -> None:
+        """Add each product with its rows of x (rows, inputs) to y (rows, outputs).
+
+        groups: from `prepare`. The bits of a row depend on its own numbers alone.
         """
 
 

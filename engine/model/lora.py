@@ -25,7 +25,7 @@ from serve_llm.engine.model.lora_rows import SlotRows, StepRows
 from serve_llm.engine.model.lora_targets import count_rows
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.lora import ExpansionWeight, LoRAKernels, LoRAProduct, LoRASlots, OutputScale
+from serve_llm.kernels.lora import ExpansionWeight, LoRAGroups, LoRAKernels, LoRAProduct, LoRASlots, OutputScale
 
 ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn|ffn\.shared)\.\w+\.weight|head\.weight")
 Reorder = Callable[[str, Tensor], Tensor]
@@ -88,6 +88,14 @@ class UnfusedLoRA:
         packed = [Expansion(one.columns, one.outputs, self._pack(one.up), one.scale) for one in expansions]
         return LowRankProduct(self._pack(down), tuple(packed))
 
+    def join(self, products: Sequence[LowRankProduct]) -> None:
+        """Nothing to gain: linear layers are large."""
+
+    def prepare(
+        self, groups: Sequence[tuple[LowRankProduct, Tensor | None]]
+    ) -> Sequence[tuple[LowRankProduct, Tensor | None]]:
+        return groups
+
     def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[LowRankProduct, Tensor | None]]) -> None:
         for product, rows in groups:
             product.add_to(y, x, rows)
@@ -138,6 +146,8 @@ class LoRALinear:
     dtype: torch.dtype | None = None  # dtype of the products; None: the model's
     products: dict[int, LoRAProduct] = field(default_factory=dict)  # by slot
     slots: LoRASlots | None = None  # on a GPU these hold the adapters instead of `products`
+    _step_groups: list[SlotRows] | None = None  # for which `_groups` was prepared
+    _groups: LoRAGroups | None = None  # None: no product changes the layer
 
     def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LoRAProduct:
         """Pack a product for `put`. See `LoRAKernels.pack`."""
@@ -146,6 +156,7 @@ class LoRALinear:
     def put(self, slot: int, product: LoRAProduct | None) -> None:
         """product: from `pack`; None if the adapter does not change the layer."""
         if self.slots is None:
+            self._step_groups = self._groups = None  # which keeps no adapter in memory
             self.products.pop(slot, None)
             if product is not None:
                 self.products[slot] = product
@@ -161,10 +172,18 @@ class LoRALinear:
             if self.step.slots is not None:
                 self.slots.add(y, x, self.step.slots.expand(len(x)))
             return y
-        groups = [(self.products[slot], rows) for slot, rows in self.step.groups if slot in self.products]
-        if groups:
-            self.kernels.add(y, x, groups)
+        step_groups = self.step.groups
+        if step_groups:
+            if step_groups is not self._step_groups:
+                self._prepare(step_groups)
+            if self._groups is not None:
+                self.kernels.add(y, x, self._groups)
         return y
+
+    def _prepare(self, step_groups: list[SlotRows]) -> None:
+        groups = [(self.products[slot], rows) for slot, rows in step_groups if slot in self.products]
+        self._groups = self.kernels.prepare(groups) if groups else None
+        self._step_groups = step_groups
 
 
 class LoRAExperts:
@@ -206,7 +225,7 @@ class LoRAExperts:
             if own is None or len(own):
                 groups.append((product, own))
         if groups:
-            layer.kernels.add(y, x, groups)
+            layer.kernels.add(y, x, layer.kernels.prepare(groups))
 
 
 AllocateSlots = Callable[[LoRALinear], LoRASlots]

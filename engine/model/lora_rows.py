@@ -27,6 +27,8 @@ class StepRows:
         self.slots: Tensor | None = None  # (rows,) or (1,) for all rows, int64: for `LoRASlots`; None without adapters
         self._num_rows = 0
         self._slots: Tensor | None = None  # see `find_slots`
+        self._grouped: tuple[list[int | None], list[int]] | None = None  # slots and starts of `_latest`
+        self._latest: list[SlotRows] = []  # of the latest step with groups
 
     def begin(self, groups: list[SlotRows], num_rows: int = 0, slots: Tensor | None = None) -> None:
         """num_rows: of the step, for `find_slots`."""
@@ -45,9 +47,17 @@ class StepRows:
     ) -> None:
         """slots: one per sequence, None without an adapter. starts: where each one's rows begin, and the end.
         is_grouped: whether layers read `groups`. has_slots: whether layers read `slots`."""
-        groups = _group(slots, starts, copier.device) if is_grouped else []
+        groups = self._group(slots, starts, copier.device) if is_grouped else []
         of_rows = copier.to_device(spread_slots(slots, np.diff(starts))) if has_slots else None
         self.begin(groups, starts[-1], of_rows)
+
+    def _group(self, slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> list[SlotRows]:
+        """The same list as long as steps have the same rows: layers then keep what they have prepared for it."""
+        key = list(slots), list(starts)
+        if key != self._grouped:
+            self._latest = _group(slots, starts, device)
+            self._grouped = key
+        return self._latest
 
     def find_slots(self, device: torch.device) -> Tensor:
         """(rows of the step,) int64: the slot of each row, -1 without an adapter. Computed once per step."""

@@ -125,6 +125,8 @@ class AdapterLoader:
     def _build(self, contents: AdapterContents) -> _BuiltAdapter:
         stacks = _Stacks(contents)
         products = [self._build_product(layer, contents, stacks) for layer in self.layers.layers]
+        if not self.layers.has_slots:
+            self.layers.kernels.join([product for product in products if product is not None])
         embedding = None
         if self.layers.embedding is not None:
             embedding = self._build_embedding(self.layers.embedding, contents)

@@ -11,34 +11,55 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.kernels.cpu.library import DTYPES, Library
+from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.lora import ExpansionWeight
 
 PANEL = 32  # as in lora.cpp
+EXPANSION_NUMBERS = 7  # of 64 bits in an `Expansion`
+LINE_BYTES = 64
 
 
 class CompiledProduct:
     """An adapter's weights for one layer, and their addresses as lora.cpp reads them (`Product`, `Expansion`)."""
 
     def __init__(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> None:
-        self._kept: list[Tensor | array[int]] = [down]
-        numbers = array("q")
+        self._weights = [down, *(_to_panels(expansion.up) for expansion in expansions)]
+        self._scales: list[Tensor] = []
+        self._numbers = array("q")
         for expansion in expansions:
-            up = _to_panels(expansion.up)
-            self._kept.append(up)
             columns = expansion.columns
             outputs = expansion.outputs
-            numbers.extend((up.data_ptr(), columns.start, columns.stop - columns.start))
-            numbers.extend((outputs.start, outputs.stop - outputs.start))
+            self._numbers.extend((0, columns.start, columns.stop - columns.start))
+            self._numbers.extend((outputs.start, outputs.stop - outputs.start))
             for scale in (None, None) if expansion.scale is None else (expansion.scale.factor, expansion.scale.offset):
-                numbers.append(0 if scale is None else self._keep(scale))
-        product = array("q", (down.data_ptr(), down.shape[0], len(expansions), numbers.buffer_info()[0]))
-        self._kept += (numbers, product)
-        self.address = product.buffer_info()[0]
+                self._numbers.append(0 if scale is None else self._keep(scale))
+        self._product = array("q", (0, down.shape[0], len(expansions), self._numbers.buffer_info()[0]))
+        self._set_addresses()
+        self.address = self._product.buffer_info()[0]
+        self.num_bytes = sum(_fill_line(weight.nbytes) for weight in self._weights)
+
+    def move_into(self, block: Tensor) -> None:
+        """Move the weights into a block of `num_bytes` bytes that begins with a cache line."""
+        first = 0
+        for index, weight in enumerate(self._weights):
+            moved = block[first : first + weight.nbytes].view(weight.dtype).view(weight.shape)
+            self._weights[index] = moved.copy_(weight)
+            first += _fill_line(weight.nbytes)
+        self._set_addresses()
+
+    def _set_addresses(self) -> None:
+        self._product[0] = self._weights[0].data_ptr()
+        for index, up in enumerate(self._weights[1:]):
+            self._numbers[index * EXPANSION_NUMBERS] = up.data_ptr()
 
     def _keep(self, scale: Tensor) -> int:
         scale = scale.to(torch.float32).contiguous()
-        self._kept.append(scale)
+        self._scales.append(scale)
         return scale.data_ptr()
+
+
+def _fill_line(num_bytes: int) -> int:
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
 
 def _to_panels(up: Tensor) -> Tensor:
@@ -47,6 +68,26 @@ def _to_panels(up: Tensor) -> Tensor:
     num_panels = -(-outputs // PANEL)
     filled = functional.pad(up, (0, 0, 0, num_panels * PANEL - outputs))
     return filled.view(num_panels, PANEL, columns).transpose(1, 2).contiguous()
+
+
+class CompiledGroups:
+    """Products of a layer with their rows, as lora.cpp reads them (`Group`)."""
+
+    def __init__(self, groups: Sequence[tuple[CompiledProduct, Tensor | None]]) -> None:
+        self._kept = groups
+        self._has_all_rows = len(groups) == 1 and groups[0][1] is None
+        self._numbers = array("q")
+        for product, rows in groups:
+            address, count = (0, 0) if rows is None else (rows.data_ptr(), len(rows))
+            self._numbers.extend((product.address, address, count))
+        self.count = len(groups)
+        self._address = self._numbers.buffer_info()[0]
+
+    def find_address(self, num_rows: int) -> int:
+        """The address of the groups. num_rows: of this call."""
+        if self._has_all_rows:
+            self._numbers[2] = num_rows
+        return self._address
 
 
 class CompiledLoRA:
@@ -61,22 +102,30 @@ class CompiledLoRA:
             raise TypeError(f"adapters are float32 or bfloat16, not {down.dtype}")
         return CompiledProduct(down.contiguous(), expansions)
 
-    def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[CompiledProduct, Tensor | None]]) -> None:
+    def join(self, products: Sequence[CompiledProduct]) -> None:
+        block = torch.empty(sum(product.num_bytes for product in products) + LINE_BYTES, dtype=torch.uint8)
+        use_huge_pages(block)
+        first = -block.data_ptr() % LINE_BYTES
+        for product in products:
+            product.move_into(block[first : first + product.num_bytes])
+            first += product.num_bytes
+
+    def prepare(self, groups: Sequence[tuple[CompiledProduct, Tensor | None]]) -> CompiledGroups:
+        return CompiledGroups(groups)
+
+    def add(self, y: Tensor, x: Tensor, groups: CompiledGroups) -> None:
         assert y.dtype == x.dtype and (y.stride(1) == 1 or y.shape[1] == 1), "the result would go into a copy"
         if x.stride(1) != 1:
             x = x.contiguous()
-        numbers = array("q")
-        for product, rows in groups:
-            count, address = (len(x), 0) if rows is None else (len(rows), rows.data_ptr())
-            numbers.extend((product.address, address, count))
+        num_rows, num_inputs = x.shape
         self._add(
             x.dtype == torch.bfloat16,
             y.data_ptr(),
             y.stride(0),
             x.data_ptr(),
             x.stride(0),
-            x.shape[1],
-            numbers.buffer_info()[0],
-            len(groups),
+            num_inputs,
+            groups.find_address(num_rows),
+            groups.count,
             torch.get_num_threads(),
         )

@@ -71,16 +71,25 @@ def test_products(kernels: LoRAKernels, dtype: torch.dtype, rank: int, dora: boo
         weights = make_weights(rank, dtype, seed, dora)
         groups.append((kernels.pack(*weights), own))
         wanted = expected(wanted, x, own, *weights)
-    kernels.add(y, x, groups)
+    joined = y.clone()
+    prepared = kernels.prepare(groups)
+    kernels.add(y, x, prepared)
     torch.testing.assert_close(y.double(), wanted, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
+    kernels.join([product for product, _ in groups])
+    kernels.add(joined, x, prepared)
+    assert torch.equal(joined, y)
 
 
 def test_all_rows(kernels: LoRAKernels) -> None:
     x, y = torch.randn(70, INPUTS), torch.randn(70, PARTS[-1].stop)
     weights = make_weights(16, torch.float32, 0, dora=False)
     wanted = expected(y, x, None, *weights)
-    kernels.add(y, x, [(kernels.pack(*weights), None)])
+    prepared = kernels.prepare([(kernels.pack(*weights), None)])
+    few, own = y[:7].clone(), x[:7]
+    kernels.add(y, x, prepared)
     torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-4)
+    kernels.add(few, own, prepared)  # for another number of rows
+    torch.testing.assert_close(few, y[:7])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -92,14 +101,14 @@ def test_rows_do_not_depend_on_others(variant: str, dtype: torch.dtype) -> None:
     x, y = torch.randn(61, INPUTS).to(dtype), torch.randn(61, PARTS[-1].stop).to(dtype)
     product = kernels.pack(*make_weights(21, dtype, 0, dora=True))
     together = y.clone()
-    kernels.add(together, x, [(product, None)])
+    kernels.add(together, x, kernels.prepare([(product, None)]))
     for row in range(len(x)):
         alone = y[row : row + 1].clone()
-        kernels.add(alone, x[row : row + 1], [(product, None)])
+        kernels.add(alone, x[row : row + 1], kernels.prepare([(product, None)]))
         assert torch.equal(alone[0], together[row])
     few = y.clone()
     rows = torch.tensor([60, 2, 7, 8, 9])
-    kernels.add(few, x, [(product, rows)])
+    kernels.add(few, x, kernels.prepare([(product, rows)]))
     assert torch.equal(few[rows], together[rows])
     others = [row for row in range(61) if row not in rows.tolist()]
     assert torch.equal(few[others], y[others])
