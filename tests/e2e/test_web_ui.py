@@ -108,6 +108,14 @@ def test_a_chat_streams_stops_and_goes_on(server: PageServer, page: Any) -> None
     stop.click()
     wait_until(lambda: server.engine.aborted)
     expect(conversation).to_contain_text("stopped")
+    num_aborted = len(server.engine.aborted)
+    page.get_by_role("button", name="Regenerate").click()
+    wait_until(lambda: server.engine.open)
+    server.step(100)
+    expect(conversation).to_contain_text("document.title='run'")
+    message.press("Escape")
+    wait_until(lambda: len(server.engine.aborted) > num_aborted)
+    expect(conversation).to_contain_text("stopped")
     sampling = server.engine.submitted[-1].sampling
     assert (sampling.temperature, sampling.max_tokens) == (0.25, 200)
     assert "Be brief." in server.read_prompt()
@@ -282,7 +290,8 @@ def test_metrics_with_any_prefix(page: Any, prefix: str) -> None:
 
 def test_reasoning_tool_calls_and_probabilities(page: Any) -> None:
     top = [{"token": "3", "logprob": -0.1}, {"token": "4", "logprob": -2.5}]
-    logprobs = {"content": [{"token": "3", "logprob": -0.1, "top_logprobs": top}]}
+    last = {"token": "!", "logprob": 0.0}
+    logprobs = {"content": [{"token": "3", "logprob": -0.1, "top_logprobs": top}, last | {"top_logprobs": [last]}]}
     bodies = make_up(
         page,
         "v1/chat/completions",
@@ -292,7 +301,7 @@ def test_reasoning_tool_calls_and_probabilities(page: Any) -> None:
             make_delta(tool_calls=[{"index": 0, **CALL}]),
             make_delta("tool_calls"),
         ],
-        [make_delta(content="3", logprobs=logprobs), make_delta("stop")],
+        [make_delta(content="3!", logprobs=logprobs), make_delta("stop")],
     )
     page.get_by_text("More", exact=True).click()
     page.get_by_label("Tools of the chat").fill("[")
@@ -312,9 +321,16 @@ def test_reasoning_tool_calls_and_probabilities(page: Any) -> None:
     page.get_by_role("button", name="Send results").click()
     expect(conversation.locator("article").last).to_contain_text("3")
     conversation.get_by_text("Token probabilities").click()
-    token = page.get_by_role("option", name="3")
-    token.click()
+    page.get_by_role("option", name="3").click()
     expect(conversation.get_by_role("table")).to_contain_text("8.2 %")
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("option", name="!")).to_be_focused()
+    expect(conversation.get_by_role("table")).to_contain_text("100 %")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    copy = conversation.get_by_role("button", name="Copy the answer").last
+    copy.click()
+    expect(copy).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "3!"
 
     first, second = bodies
     schema = {"name": "answer", "schema": {"type": "integer"}, "strict": True}
