@@ -13,8 +13,9 @@ PIP = $(BIN)/pip --quiet --disable-pip-version-check
 # The processors that `make serve` compiles kernels for: native (this machine's), or all, as the other targets do.
 CPU_KERNELS ?= native
 ARGS ?=
+PRINT_DEPENDENCIES = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 
-.PHONY: serve test check format docs site sdist wheels sbom demo bench clean
+.PHONY: serve test check format docs site sdist wheels sbom demo bench clean install-package install-dependencies
 
 serve: $(SERVING)
 	@exec $(BIN)/serve-llm demo $(ARGS)
@@ -69,13 +70,21 @@ demo: $(STAMP)
 bench: $(STAMP)
 	PYTHONPATH=tests:tools $(BIN)/python -m bench
 
-# What serving needs, and nothing for tests. Modules are not byte-compiled here, since Python does that at the first import
-# and most are never imported. pip takes PIP_NO_COMPILE=0 to mean "do not compile".
-$(SERVING): NO_COMPILE = PIP_NO_COMPILE=0
+# What serving needs, and nothing for tests. One pip compiles the kernels while another one installs what they are used with.
+# Modules are not byte-compiled here, since Python does that at the first import and most are never imported. pip takes
+# PIP_NO_COMPILE=0 to mean "do not compile".
+$(SERVING): export PIP_NO_COMPILE = 0
 $(SERVING): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(NO_COMPILE) CPU_KERNELS=$(CPU_KERNELS) $(PIP) install --editable .
+	$(MAKE) --no-print-directory --jobs 2 install-package install-dependencies
 	touch $@
+
+install-package:
+	CPU_KERNELS=$(CPU_KERNELS) $(PIP) install --no-deps --editable .
+
+install-dependencies:
+	$(BIN)/python -c '$(PRINT_DEPENDENCIES)' >$(VENV)/dependencies.txt
+	$(PIP) install --requirement $(VENV)/dependencies.txt
 
 $(STAMP): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)

@@ -49,32 +49,36 @@ KERNELS = os.environ.get("CPU_KERNELS") or "all"
 if KERNELS not in ("all", "native"):
     raise SystemExit(f"CPU_KERNELS={KERNELS} is unknown: all, or native for this machine's processor alone")
 
-PER_VARIANT = ("attend.cpp", "delta_rule.cpp", "grouped.cpp", "lora.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
+# grouped.cpp takes longest, so it comes first: at the end, no core waits for it.
+PER_VARIANT = ("grouped.cpp", "attend.cpp", "rows.cpp", "multiply.cpp", "lora.cpp", "scan.cpp", "delta_rule.cpp")
 WITH_TILES = ("attend.cpp", "grouped_tiles.cpp", "multiply.cpp")  # for AMX; the others are as for avx512_bf16
 # division of work, and the C interface
 ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")
 
 
 class BuildKernels(build_ext):
-    """Compiles PER_VARIANT once for each variant; setuptools itself supports one set of options per extension."""
+    """Compiles PER_VARIANT once for each variant, and all files on all cores; setuptools itself does neither."""
 
     def build_extension(self, extension: Extension) -> None:
         variants = self._choose_variants()
-        files = [(name, variant) for variant in variants for name in (WITH_TILES if variant == "amx" else PER_VARIANT)]
-        extension.define_macros += [(f"HAVE_{variant.upper()}", None) for variant in variants]
+        files = [(name, variant) for name in PER_VARIANT for variant in variants if variant != "amx"]
+        files += [(name, "amx") for name in WITH_TILES if "amx" in variants]
+        files += [(name, None) for name in ONCE]
+        have = [(f"HAVE_{variant.upper()}", None) for variant in variants]
 
-        def compile_one(name: str, variant: str) -> list[str]:
+        def compile_one(name: str, variant: str | None) -> list[str]:
             return self.compiler.compile(
                 [str(FOLDER / name)],
-                output_dir=str(Path(self.build_temp) / variant),
-                macros=[("VARIANT", variant), *extension.define_macros],
-                extra_postargs=[*FLAGS, *variants[variant]],
+                output_dir=str(Path(self.build_temp) / (variant or "once")),
+                macros=have if variant is None else [("VARIANT", variant), *have],
+                extra_postargs=FLAGS if variant is None else [*FLAGS, *variants[variant]],
                 depends=extension.depends,
             )
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for objects in threads.map(compile_one, *zip(*files, strict=True)):
                 extension.extra_objects += objects
+        extension.sources = []  # all that is left is to link
         super().build_extension(extension)
 
     def _choose_variants(self) -> dict[str, list[str]]:
@@ -107,11 +111,7 @@ setup(
         Extension(
             "serve_llm.kernels.cpu.compiled",  # not a Python module: opened by ctypes
             [str(FOLDER / name) for name in ONCE],
-            depends=[
-                *(str(FOLDER / name) for name in sorted({*PER_VARIANT, *WITH_TILES})),
-                *map(str, sorted(FOLDER.glob("*.h"))),
-            ],
-            extra_compile_args=FLAGS,
+            depends=sorted(str(path) for pattern in ("*.cpp", "*.h") for path in FOLDER.glob(pattern)),
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,

@@ -4,6 +4,7 @@ import ast
 import graphlib
 import importlib.util
 import io
+import os
 import re
 import subprocess
 import sys
@@ -85,6 +86,54 @@ def test_make_serve_installs_nothing_for_tests() -> None:
     assert "--editable .\n" in serve and "[dev]" not in serve
     assert "--editable '.[dev]'" in plan("test")
     assert plan("test").count("pip ") == 2, "one installation"
+
+
+class FakeEnvironment:
+    """The folder that `make serve` installs into, with programs that only write down what they are asked for."""
+
+    def __init__(self, folder: Path, failing_word: str = "none") -> None:
+        self.folder = folder
+        self._log = folder / "log"
+        (folder / "bin").mkdir()
+        (folder / "bin" / "python").symlink_to(sys.executable)
+        self._add("serve-llm", f'echo "serve-llm $*" >>{self._log}')
+        self._add("pip", f'echo "$PIP_NO_COMPILE $CPU_KERNELS $*" >>{self._log}\n[ {failing_word} != "$5" ]')
+
+    def _add(self, name: str, script: str) -> None:
+        program = self.folder / "bin" / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+
+    def serve(self) -> tuple[int, list[str]]:
+        """The exit code and the calls, sorted."""
+        command = ["make", "serve", f"VENV={self.folder}", "PYTHON=true", "ARGS=--version"]
+        environ = {name: value for name, value in os.environ.items() if name not in ("CPU_KERNELS", "MAKEFLAGS")}
+        done = subprocess.run(command, capture_output=True, cwd=ROOT, env=environ, timeout=60)
+        return done.returncode, sorted(self._log.read_text().splitlines())
+
+
+def test_make_serve_installs_dependencies_and_package(tmp_path: Path) -> None:
+    requirements = tmp_path / "dependencies.txt"
+    pip = "--quiet --disable-pip-version-check install"
+    assert FakeEnvironment(tmp_path).serve() == (
+        0,
+        [
+            f"0  {pip} --requirement {requirements}",
+            f"0 native {pip} --no-deps --editable .",
+            "serve-llm demo --version",
+        ],
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert requirements.read_text().splitlines() == project["dependencies"]
+    assert (tmp_path / ".serving").exists()
+
+
+@pytest.mark.parametrize("which", ["--editable", "dependencies.txt"])
+def test_make_serve_ends_if_an_installation_fails(tmp_path: Path, which: str) -> None:
+    word = which if which.startswith("--") else str(tmp_path / which)
+    code, calls = FakeEnvironment(tmp_path, word).serve()
+    assert code != 0 and not any(call.startswith("serve-llm") for call in calls)
+    assert not (tmp_path / ".serving").exists()
 
 
 def test_make_sbom_lists_a_new_environment() -> None:
