@@ -28,7 +28,7 @@ class StepRows:
         self._num_rows = 0
         self._slots: Tensor | None = None  # see `find_slots`
         self._grouped: tuple[list[int | None], list[int]] | None = None  # slots and starts of `_latest`
-        self._latest: list[SlotRows] = []  # of the latest step with groups
+        self._latest: list[SlotRows] = []  # groups of the latest step that has some
 
     def begin(self, groups: list[SlotRows], num_rows: int = 0, slots: Tensor | None = None) -> None:
         """num_rows: of the step, for `find_slots`."""

@@ -15,7 +15,7 @@ from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.lora import ExpansionWeight
 
 PANEL = 32  # as in lora.cpp
-EXPANSION_NUMBERS = 7  # of 64 bits in an `Expansion`
+EXPANSION_NUMBERS = 7  # 64-bit numbers in an `Expansion`
 LINE_BYTES = 64
 
 
