@@ -165,8 +165,9 @@ class DraftSequences:
         """Raise AssertionError unless blocks and indices are conserved. Slow: for tests only."""
         sequences = [draft.sequence for draft in self._drafts.values()]
         self._pool.check_integrity([block for sequence in sequences for block in sequence.held_blocks])
-        indices = [*self._free_indices, *(one.req_index for one in sequences if one.req_index is not None)]
-        assert sorted(indices) == list(range(len(indices))), "an index is lost"
+        used = [one.req_index for one in sequences if one.req_index is not None]
+        indices = sorted([*self._free_indices, *used])
+        assert indices == list(range(len(indices))), "an index is lost"
 
 
 def _simplify(sampling: Sampling) -> Sampling:

@@ -118,8 +118,13 @@ def _advise(tensor: Tensor, advice: int) -> None:
 
 def _mapped_files() -> list[range]:
     """The address ranges of this process that map files."""
-    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_bytes().splitlines()]
-    return [range(*(int(end, 16) for end in line[0].split(b"-"))) for line in lines if line[4] != b"0"]  # inode
+    ranges = []
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+        if inode != b"0":
+            start, end = addresses.split(b"-")
+            ranges.append(range(int(start, 16), int(end, 16)))
+    return ranges
 
 
 def _open(path: Path) -> _File:

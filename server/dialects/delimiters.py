@@ -99,11 +99,14 @@ class TurnDelimiters:
         self._start = DelimiterSet(outside)
         self._start_with_reasoning = DelimiterSet([*outside, *reasoning_open])
         repeats = reasoning is not None and reasoning.repeats
-        self.outside = DelimiterSet([*outside, *(reasoning_open if repeats else []), *ends])
+        repeated_open = reasoning_open if repeats else []
+        self.outside = DelimiterSet([*outside, *repeated_open, *ends])
         self.message_close = DelimiterSet([("close", dialect.content.close)] if dialect.content is not None else [])
         reasoning_end: list[tuple[str, Delimiter]] = []
         if reasoning is not None:
-            reasoning_end = [("close", reasoning.close), *(first if reasoning.ends_at_call else [])]
+            reasoning_end = [("close", reasoning.close)]
+            if reasoning.ends_at_call:
+                reasoning_end += first
         self.reasoning_end = DelimiterSet(reasoning_end)
         self.call_close = DelimiterSet([("close", calls.close)] if calls is not None else [])
         self.section_close = DelimiterSet([("close", calls.section_close)] if calls is not None else [])

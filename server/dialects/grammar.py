@@ -121,8 +121,10 @@ class _TurnWriter:
             following = join(before, [answer])
             if section is not None and edge:
                 following = [self._lark.add_rule(following, section)]
-        openings = (self._calls.section_open, self._calls.open) if self._calls is not None else ()
-        text, close = self._write_text_until(reasoning.close, *(openings if reasoning.ends_at_call else ()))
+        openings: tuple[Delimiter, ...] = ()
+        if reasoning.ends_at_call and self._calls is not None:
+            openings = (self._calls.section_open, self._calls.open)
+        text, close = self._write_text_until(reasoning.close, *openings)
         rest = self._lark.add_rule([text, close, *following])
         if in_reasoning:
             return rest

@@ -71,7 +71,8 @@ class FillInMiddle:
                 begin += [self.file_id, *_encode_within(f"{name}\n{text}\n", tokenizer)]
         if files and self.file_id is not None:
             begin.append(self.file_id)
-        return [*begin, *parts, *([] if self.middle_id is None else [self.middle_id])]
+        end = [] if self.middle_id is None else [self.middle_id]
+        return [*begin, *parts, *end]
 
 
 def find_fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:

@@ -55,7 +55,8 @@ class ServedModel:
         """The ids that end a turn: `eos_ids` and those of the dialect."""
         ends = () if self.dialect is None else self.dialect.ends
         added = self.tokenizer.added_tokens
-        return tuple(dict.fromkeys((*self.eos_ids, *(added[end] for end in ends if end in added))))
+        end_ids = [added[end] for end in ends if end in added]
+        return tuple(dict.fromkeys([*self.eos_ids, *end_ids]))
 
     @property
     def spelled_ends(self) -> tuple[str, ...]:

@@ -284,6 +284,7 @@ def _sampling(
     end_ids: tuple[int, ...],
     vocab: int,
 ) -> Sampling:
+    ending_ids = () if params.ignore_eos else end_ids
     return Sampling(
         max_tokens=max_tokens,
         seed=(params.seed or 0) % 2**64,
@@ -297,7 +298,7 @@ def _sampling(
         logit_bias=params.logit_bias or {},
         allowed_token_ids=tuple(dict.fromkeys(params.allowed_token_ids or ())),
         bad_words_ids=bad_words_ids,
-        stop_token_ids=tuple(dict.fromkeys((*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_ids)))),
+        stop_token_ids=tuple(dict.fromkeys([*(params.stop_token_ids or ()), *ending_ids])),
         min_tokens=params.min_tokens,
         logprobs=params.logprobs,
         logprob_token_ids=tuple(dict.fromkeys(params.logprob_token_ids or ())),
