@@ -79,6 +79,7 @@ class BuildKernels(build_ext):
             for objects in threads.map(compile_one, *zip(*files, strict=True)):
                 extension.extra_objects += objects
         extension.sources = []  # all that is left is to link
+        self.force = True  # even if no file is newer: CPU_KERNELS may have changed
         super().build_extension(extension)
 
     def _choose_variants(self) -> dict[str, list[str]]:

@@ -33,7 +33,11 @@ void finish(const AnyProduct& p, int row, int column, Sum sum) {
   if (p.y_bf16) {
     store_rounded((Bf16*)p.y + row * p.y_row + column, y, count);
   } else {
-    memcpy((float*)p.y + row * p.y_row + column, &y, 4 * count);
+    float* const to = (float*)p.y + row * p.y_row + column;
+    if (count == W)
+      store(to, y);
+    else
+      memcpy(to, &y, 4 * count);  // calls a function, because its size is not constant
   }
 }
 

@@ -29,6 +29,7 @@ constexpr int ROWS_AT_ONCE = MOST_TILE_ROWS;
 constexpr int ROWS_AT_ONCE = 252;  // their sums of one panel stay in the cache
 #endif
 constexpr int BLOCK = 512;            // units: a block of a panel stays in the cache for all rows
+constexpr int BLOCK_OF_TWO = 128;     // of two panels, which together with the rows stays in the L1 cache
 constexpr int FETCH_AHEAD = 64;       // units of a panel to prefetch
 
 // How a unit of x and a unit of the weight are multiplied and added to a sum.
@@ -36,6 +37,10 @@ struct Floats {
   typedef float X;
   typedef Vec Sum;
   static constexpr int NUMBERS = 1;  // numbers of X in a unit
+  // Whether many rows are multiplied with two panels at once, so that a number of x is read once for both. With one, there
+  // is a read for each sum, and most processors read no more numbers per cycle than they compute sums. With vectors of 32
+  // bytes and half as many registers, it was slower.
+  static constexpr bool PAIRS_PANELS = COLUMNS == 16;
   struct Weight {
     Vec value;
     Weight(const uint32_t* from) : value(load<Vec>(from)) {}
@@ -47,6 +52,7 @@ struct WideBf16 {  // without a bfloat16 instruction: x is widened to float32
   typedef float X;
   typedef Vec Sum;
   static constexpr int NUMBERS = 2;
+  static constexpr bool PAIRS_PANELS = false;
   struct Weight {
     Vec even, odd;
     Weight(const uint32_t* from) {
@@ -61,6 +67,7 @@ struct WideBf16 {  // without a bfloat16 instruction: x is widened to float32
 struct WholeUnits {  // for instructions that multiply whole units
   typedef uint32_t X;
   static constexpr int NUMBERS = 1;
+  static constexpr bool PAIRS_PANELS = false;
   struct Weight {
     Units value;
     Weight(const uint32_t* from) : value(load<Units>(from)) {}
@@ -91,6 +98,7 @@ struct Bytes {  // without an instruction for four bytes: x and the weight are w
   typedef uint32_t X;
   typedef Ints Sum;
   static constexpr int NUMBERS = 2;
+  static constexpr bool PAIRS_PANELS = false;
   struct Weight {
     Shorts even, odd;
     Weight(const uint32_t* from) {
@@ -131,13 +139,23 @@ void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, 
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) sum[r][p] = first ? Sum{} : sums[r * PANELS + p];
   for (int unit = 0; unit < units; unit++) {
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++) {
-      const uint32_t* from = panel + p * panel_size + (int64_t)unit * COLUMNS;
+    const uint32_t* from = panel + (int64_t)unit * COLUMNS;
+    if constexpr (PANELS == 2 && Type::PAIRS_PANELS) {
       __builtin_prefetch(from + FETCH_AHEAD * COLUMNS);
-      const typename Type::Weight weight(from);
+      __builtin_prefetch(from + panel_size + FETCH_AHEAD * COLUMNS);
+      const typename Type::Weight weights[] = {from, from + panel_size};
 #pragma GCC unroll 24
-      for (int r = 0; r < ROWS; r++) Type::add(sum[r][p], weight, every_third[r / 3] + r % 3 * x_row);
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++) Type::add(sum[r][p], weights[p], every_third[r / 3] + r % 3 * x_row);
+    } else {
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++) {
+        __builtin_prefetch(from + p * panel_size + FETCH_AHEAD * COLUMNS);
+        const typename Type::Weight weight(from + p * panel_size);
+#pragma GCC unroll 24
+        for (int r = 0; r < ROWS; r++) Type::add(sum[r][p], weight, every_third[r / 3] + r % 3 * x_row);
+      }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r += 3) every_third[r / 3] += Type::NUMBERS;
@@ -164,7 +182,7 @@ void block_of_rows(const Product& p, const void* x, int64_t x_row, int row, int 
 
 typedef void (*BlockOfRows)(const Product&, const void*, int64_t, int, int, int, int, float*);
 
-// For 1, 2, ... rows: with as many panels as suit the number of rows, and with one panel.
+// For 1, 2, ... rows: with as many panels as suit the number of rows, with one panel, and with two.
 template <class Type, class Rows>
 struct Blocks;
 template <class Type, size_t... ROWS>
@@ -174,6 +192,25 @@ struct Blocks<Type, std::index_sequence<ROWS...>> {
 };
 template <class Type>
 struct AllBlocks : Blocks<Type, std::make_index_sequence<MOST_ROWS>> {};
+
+template <class Type, class Rows>
+struct BlocksOfTwo;
+template <class Type, size_t... ROWS>
+struct BlocksOfTwo<Type, std::index_sequence<ROWS...>> {
+  static constexpr BlockOfRows two[] = {block_of_rows<Type, ROWS + 1, 2>...};
+};
+
+// All rows with the panels of a block, ROWS rows and UNITS units at a time.
+template <int ROWS, int UNITS>
+void many_rows(const BlockOfRows* blocks, const Product& p, const void* x, int64_t x_row, int panel, float* sums) {
+  for (int from = 0; from < p.units; from += UNITS) {
+    const int units = p.units - from < UNITS ? p.units - from : UNITS;
+    for (int row = 0; row < p.rows; row += ROWS) {
+      const int rows = p.rows - row < ROWS ? p.rows - row : ROWS;
+      blocks[rows - 1](p, x, x_row, row, panel, from, units, sums);
+    }
+  }
+}
 
 template <class Type>
 void panels(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
@@ -185,14 +222,13 @@ void panels(const Product& p, const void* x, int64_t x_row, int first, int last,
     for (; panel < last; panel++) Block::one[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
     return;
   }
-  for (int panel = first; panel < last; panel++)
-    for (int from = 0; from < p.units; from += BLOCK) {
-      const int units = p.units - from < BLOCK ? p.units - from : BLOCK;
-      for (int row = 0; row < p.rows; row += MOST_ROWS) {
-        const int rows = p.rows - row < MOST_ROWS ? p.rows - row : MOST_ROWS;
-        Block::one[rows - 1](p, x, x_row, row, panel, from, units, sums);
-      }
-    }
+  int panel = first;
+  if constexpr (Type::PAIRS_PANELS) {
+    constexpr int most = MOST_ROWS / 2;
+    typedef BlocksOfTwo<Type, std::make_index_sequence<most>> Block;
+    for (; panel + 2 <= last; panel += 2) many_rows<most, BLOCK_OF_TWO>(Block::two, p, x, x_row, panel, sums);
+  }
+  for (; panel < last; panel++) many_rows<MOST_ROWS, BLOCK>(Block::one, p, x, x_row, panel, sums);
 }
 
 bool widens(Kind kind) {
