@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import anthropic
@@ -35,6 +35,7 @@ WEATHER: Any = {
         "additionalProperties": False,
     },
 }
+ATTEMPTS = 10  # at starting streams that are open at the same time
 TALK: list[Any] = [{"role": "user", "content": "The weather in Oslo, please."}]
 
 
@@ -96,10 +97,7 @@ def test_event_streams_go_on_when_the_engine_dies(daemon: Daemon) -> None:
     }
     expected = post(daemon.url, "/v1/messages", message), post(daemon.url, "/v1/responses", response)
     recoveries = daemon.metrics()["serve_llm_recovery_seconds_count"]
-    streams = [EventStream(daemon.url, "/v1/messages", message), EventStream(daemon.url, "/v1/responses", response)]
-    for stream in streams:
-        assert stream.has_begun.wait(LIMIT)
-    assert all(stream.is_alive() for stream in streams), "a stream has ended too early"
+    streams = start_streams(daemon, {"/v1/messages": message, "/v1/responses": response})
     os.kill(daemon.engine_pid(), signal.SIGKILL)
     for stream in streams:
         stream.join(LIMIT)
@@ -111,6 +109,22 @@ def test_event_streams_go_on_when_the_engine_dies(daemon: Daemon) -> None:
     assert len(block["input"]["text"]) >= 900
     assert without_cache(strip_message(folded[0])) == without_cache(strip_message(expected[0]))
     assert without_cache(strip_response(folded[1])) == without_cache(strip_response(expected[1]))
+
+
+def start_streams(daemon: Daemon, bodies: Mapping[str, Json]) -> list[EventStream]:
+    """Start a stream for each path and stop the engine while all are open. Try again if one has ended before that."""
+    for _ in range(ATTEMPTS):
+        streams = [EventStream(daemon.url, path, body) for path, body in bodies.items()]
+        for stream in streams:
+            assert stream.has_begun.wait(LIMIT)
+        engine_pid = daemon.engine_pid()
+        os.kill(engine_pid, signal.SIGSTOP)
+        if all(stream.is_alive() for stream in streams):
+            return streams
+        os.kill(engine_pid, signal.SIGCONT)
+        for stream in streams:
+            stream.join(LIMIT)
+    raise AssertionError(f"a stream ended too early in each of {ATTEMPTS} attempts")
 
 
 def without_cache(reply: Json) -> Json:
