@@ -47,10 +47,10 @@ class LoRAKernels(Protocol):
         """down: (columns, inputs). The caller drops the weights afterwards."""
 
     def join(self, products: Sequence[LoRAProduct]) -> None:
-        """Bring the weights of an adapter's products together in memory, where that saves time."""
+        """Move the weights of an adapter's products into one block of memory, where that saves time."""
 
     def prepare(self, groups: Sequence[tuple[LoRAProduct, Tensor | None]]) -> LoRAGroups:
-        """What `add` takes, as often as the products and rows stay the same.
+        """Prepare the groups for `add`, which may be called repeatedly with the same result.
 
         groups: the products, each with the indices, (n,) int64, of its rows; None: all rows. No row is in two groups.
         """

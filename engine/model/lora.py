@@ -89,7 +89,7 @@ class UnfusedLoRA:
         return LowRankProduct(self._pack(down), tuple(packed))
 
     def join(self, products: Sequence[LowRankProduct]) -> None:
-        """Nothing to gain: linear layers are large."""
+        """Do nothing: the products are linear layers, each with memory of its own."""
 
     def prepare(
         self, groups: Sequence[tuple[LowRankProduct, Tensor | None]]

@@ -52,7 +52,7 @@ class StepRows:
         self.begin(groups, starts[-1], of_rows)
 
     def _group(self, slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> list[SlotRows]:
-        """The same list as long as steps have the same rows: layers then keep what they have prepared for it."""
+        """Return the same list while steps have the same rows, so that layers can keep what they prepared for it."""
         key = list(slots), list(starts)
         if key != self._grouped:
             self._latest = _group(slots, starts, device)

@@ -182,25 +182,18 @@ void block_of_rows(const Product& p, const void* x, int64_t x_row, int row, int 
 
 typedef void (*BlockOfRows)(const Product&, const void*, int64_t, int, int, int, int, float*);
 
-// For 1, 2, ... rows: with as many panels as suit the number of rows, with one panel, and with two.
-template <class Type, class Rows>
+// For 1, 2, ... rows: with PANELS panels; 0 means as many as suit the number of rows.
+template <class Type, int PANELS, class Rows>
 struct Blocks;
-template <class Type, size_t... ROWS>
-struct Blocks<Type, std::index_sequence<ROWS...>> {
-  static constexpr BlockOfRows fitting[] = {block_of_rows<Type, ROWS + 1, panels_of(ROWS + 1)>...};
-  static constexpr BlockOfRows one[] = {block_of_rows<Type, ROWS + 1, 1>...};
+template <class Type, int PANELS, size_t... ROWS>
+struct Blocks<Type, PANELS, std::index_sequence<ROWS...>> {
+  static constexpr BlockOfRows of_rows[] = {
+      block_of_rows<Type, ROWS + 1, PANELS == 0 ? panels_of(ROWS + 1) : PANELS>...};
 };
-template <class Type>
-struct AllBlocks : Blocks<Type, std::make_index_sequence<MOST_ROWS>> {};
+template <class Type, int PANELS, int MOST = MOST_ROWS>
+constexpr const BlockOfRows* blocks_of = Blocks<Type, PANELS, std::make_index_sequence<MOST>>::of_rows;
 
-template <class Type, class Rows>
-struct BlocksOfTwo;
-template <class Type, size_t... ROWS>
-struct BlocksOfTwo<Type, std::index_sequence<ROWS...>> {
-  static constexpr BlockOfRows two[] = {block_of_rows<Type, ROWS + 1, 2>...};
-};
-
-// All rows with the panels of a block, ROWS rows and UNITS units at a time.
+// Multiplies all rows with the panels that the blocks take, from `panel` on: ROWS rows and UNITS units at a time.
 template <int ROWS, int UNITS>
 void many_rows(const BlockOfRows* blocks, const Product& p, const void* x, int64_t x_row, int panel, float* sums) {
   for (int from = 0; from < p.units; from += UNITS) {
@@ -214,21 +207,20 @@ void many_rows(const BlockOfRows* blocks, const Product& p, const void* x, int64
 
 template <class Type>
 void panels(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
-  typedef AllBlocks<Type> Block;
+  int panel = first;
   if (p.rows <= MOST_ROWS) {  // the sums stay in registers
     const int count = panels_of(p.rows);
-    int panel = first;
-    for (; panel + count <= last; panel += count) Block::fitting[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
-    for (; panel < last; panel++) Block::one[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
+    for (; panel + count <= last; panel += count)
+      blocks_of<Type, 0>[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
+    for (; panel < last; panel++) blocks_of<Type, 1>[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
     return;
   }
-  int panel = first;
   if constexpr (Type::PAIRS_PANELS) {
     constexpr int most = MOST_ROWS / 2;
-    typedef BlocksOfTwo<Type, std::make_index_sequence<most>> Block;
-    for (; panel + 2 <= last; panel += 2) many_rows<most, BLOCK_OF_TWO>(Block::two, p, x, x_row, panel, sums);
+    for (; panel + 2 <= last; panel += 2)
+      many_rows<most, BLOCK_OF_TWO>(blocks_of<Type, 2, most>, p, x, x_row, panel, sums);
   }
-  for (; panel < last; panel++) many_rows<MOST_ROWS, BLOCK>(Block::one, p, x, x_row, panel, sums);
+  for (; panel < last; panel++) many_rows<MOST_ROWS, BLOCK>(blocks_of<Type, 1>, p, x, x_row, panel, sums);
 }
 
 bool widens(Kind kind) {

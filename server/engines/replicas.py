@@ -200,12 +200,14 @@ class Replicas:
 
     def _place_waiting(self) -> None:
         """Submit waiting requests: one suspect to an idle engine, and all that are not suspects."""
-        suspect = self._quarantine.choose_suspect(self._list_waiting())
-        engine = None if suspect is None else self._free_engine()
         waiting = self._list_waiting()
-        if suspect is not None and engine is not None:
-            self._quarantine.isolate(suspect, engine)
-            self._submit(engine, [suspect])
+        suspect = self._quarantine.choose_suspect(waiting)
+        if suspect is not None:
+            engine = self._free_engine()
+            waiting = self._list_waiting()  # with those that an engine was freed of
+            if engine is not None:
+                self._quarantine.isolate(suspect, engine)
+                self._submit(engine, [suspect])
         self._place([tracked for tracked in waiting if not self._quarantine.is_suspect(tracked)])
 
     def _list_waiting(self) -> list[TrackedRequest]:

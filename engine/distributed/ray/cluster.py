@@ -27,7 +27,7 @@ from serve_llm.engine.worker.cpu_threads import usable_cores
 logger = logging.getLogger(__name__)
 
 FREE_SECONDS = 15.0  # wait for devices in use: those of processes that have just ended are freed after a moment
-NODE_SECONDS = 60.0  # an engine that is replaced waits so long for nodes that the cluster lacks: a lost one may return
+NODE_SECONDS = 60.0  # how long a replaced engine waits for missing nodes: a lost one may return
 TURN_SECONDS = 1.0  # additional time for each other engine that reserves devices at the same time
 CREATE_SECONDS = 5.0  # time for a placement group on free devices
 CREATE_POLL_SECONDS = 0.05
@@ -93,7 +93,7 @@ def reserve(
     layout: ParallelLayout, kind: str, group_id: str | None, num_engines: int = 1, *, replaces: bool = False
 ) -> Reservation:
     """Reserve a device for each rank. group_id: of the placement group to stay within, in hex. num_engines: that
-    reserve theirs there at the same time, including this one. replaces: engines have served before.
+    reserve theirs there at the same time, including this one. replaces: whether engines have served before.
 
     Raises CapacityError with counts per node: if there are too few devices for all engines, immediately or, with
     `replaces`, after NODE_SECONDS; if they are in use, after FREE_SECONDS.

@@ -111,13 +111,13 @@ def check_engines(
 def wait_for_devices(
     look: Callable[[], Sequence[RayNode]], num_devices: int, seconds: float, poll_seconds: float
 ) -> None:
-    """Return when the nodes have this many devices, used ones included, or the time is up. look: the nodes of now."""
+    """Wait until the nodes have this many devices, used ones included, or the time is up. look: lists the nodes."""
     deadline = time.monotonic() + seconds
-    is_told = False
+    has_logged = False
     while (seen := sum(node.seen for node in look())) < num_devices and time.monotonic() < deadline:
-        if not is_told:
+        if not has_logged:
             logger.warning("The Ray cluster has %d of %d devices: waiting %.0f s for nodes", seen, num_devices, seconds)
-            is_told = True
+            has_logged = True
         time.sleep(poll_seconds)
 
 
