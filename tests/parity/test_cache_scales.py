@@ -49,8 +49,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {  # family
 
 
 def make_calibrated(directory: Path, case: str) -> Path:
-    """Write the checkpoint. Some keys and values exceed what the scales let the cache hold. Scales are powers of two,
-    so that results are the same bits where they are divided by them and where they are not."""
+    """Write the checkpoint. Some keys and values exceed what the scaled cache can hold. Scales are powers of two, so
+    that dividing by them does not change the bits of results."""
     family, form, config, names = CASES[case]
     make_packed(directory, family, form)
     edit_config(directory / "packed", lambda stored: stored.update(config))
@@ -67,7 +67,7 @@ def make_calibrated(directory: Path, case: str) -> Path:
 
 
 def write_rounded(write: Callable[..., Tensor], *arguments: Any, cache_scales: Tensor) -> Tensor:
-    """What is in a cache of floats is rounded after each write; a second time changes nothing."""
+    """Round the contents of a floating-point cache after each write, as fp8 would; rounding twice changes nothing."""
     result = write(*arguments)
     cache = arguments[-2]
     scales = cache_scales[:, :, None, None]
@@ -76,7 +76,7 @@ def write_rounded(write: Callable[..., Tensor], *arguments: Any, cache_scales: T
 
 
 def attend(*arguments: Any, cache_scales: Tensor, **how: Any) -> Tensor:
-    """Of a cache of floats."""
+    """Compute attention over a floating-point cache."""
     return KERNELS.paged_attention(*arguments, **how)
 
 

@@ -26,7 +26,7 @@ FEW = ["llama", "mistral"]
 
 
 def case(family: str, directory: Path, **overrides: object) -> tuple[Path, dict[str, object], list[Request]]:
-    """The checkpoint, the options with a draft model, and requests."""
+    """Return the checkpoint, the options with a draft model, and requests."""
     requests = make_requests(make_checkpoint(directory / "served", family, **overrides))
     draft = make_similar(directory / "served", directory / "draft")
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
@@ -118,7 +118,7 @@ def test_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_draft_model_with_few_blocks_and_a_short_context(tmp_path: Path) -> None:
-    """It forgets requests for which it has no room, and ignores those that are too long for it."""
+    """The draft model forgets requests for which it has no room, and ignores those that exceed its context."""
     directory, on, requests = case("llama", tmp_path)
     config = tmp_path / "draft" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 32}))

@@ -103,7 +103,7 @@ def check_other_layers(
     root: Path, how: dict[str, object], layers: tuple[int, ...], change: Callable[[Head], None]
 ) -> None:
     """Check that a head trained on the inputs of these layers makes the drafts of a plain implementation, that drafts
-    are accepted, and that the output is the same without it. change: what its checkpoint has besides its weights."""
+    are accepted, and that the output is the same without it. change: keys added to the head's config."""
     requests = make_requests(make_checkpoint(root / "served", "llama", num_hidden_layers=5))
     expected = generate(make_engine(root / "served", **OFF), requests)
     served = Served(root / "served")
@@ -205,8 +205,9 @@ def test_it_saves_steps(llama: Case) -> None:
 
 
 def test_a_prompt_whose_start_is_cached(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head finds what it has computed of the same prompt. If there is nothing, it begins after the cached part."""
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # as many drafts each time
+    """The head reuses what it has computed for the same prompt. If there is nothing, it begins after the cached
+    part."""
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # accept as many drafts each time
     prompt = list(range(3, 300, 3))
     requests = [
         Request(id=number, prompt_ids=prompt, sampling=Sampling(max_tokens=12, seed=1, temperature=0.0))

@@ -1,8 +1,8 @@
-"""The whole engine against transformers: every family, and models in transformers' own code. In float32, random
-checkpoints with awkward sizes.
+"""The whole engine against transformers, in float32, on random checkpoints with awkward sizes: every family, and models
+in transformers' own code.
 
-The same prompts, from one token to several blocks, in every way that the engine may compute them: all at once, in
-chunks, with the prefix cache hit and missed, and with preemption forced. Tokens must be equal, logprobs within 1e-3.
+The same prompts, from one token to several blocks, are computed in every way the engine supports: all at once, in
+chunks, with prefix cache hits and misses, and with forced preemption. Tokens must be equal, logprobs within 1e-3.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TestFamily:
         first = check(engine, chosen, expected)
         again = check(engine, chosen, expected, first_id=100)
         assert all(first[n].cached_tokens == 0 for n in range(9))
-        step = max(group.block_size for group in engine.layout.groups)  # a hit ends at a border of every group's blocks
+        step = max(group.block_size for group in engine.layout.groups)  # a hit ends at a block boundary of every group
         if family in HYBRIDS:
             assert all(result.cached_tokens == 0 for result in again.values())
             return
@@ -95,5 +95,5 @@ class TestFamily:
         memory = replace(roomy.layout, num_blocks=blocks).num_bytes
         engine = engine_of(family, directory, max_model_len=64, kv_cache_memory=memory)
         check(engine, chosen, expected)
-        if family not in HYBRIDS:  # of which fewer run at a time
+        if family not in HYBRIDS:  # fewer hybrid requests run at a time
             assert engine.scheduler.stats().num_preemptions > 0

@@ -1,5 +1,5 @@
-"""Engines that share experts give the tokens of one engine with as many ranks, to the last bit of logprobs: whatever
-the others compute, and when they compute nothing."""
+"""Engines that share experts give the tokens of one engine with as many ranks, to the last bit of logprobs, whether the
+other engines compute something else or nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.engine import Result, generate, generate_together, greedy, make_eng
 from support.matrix import FEW, mostly_slow
 from support.tiny import WITH_EXPERTS, make_checkpoint
 
-ENGINE_GRIDS = [(2, 1), (3, 1), (2, 2)]  # engines x tensor-parallel ranks of each; a layer has 5 experts
+ENGINE_GRIDS = [(2, 1), (3, 1), (2, 2)]  # engines x tensor-parallel ranks of each; layers have 5 experts
 STAGE_GRIDS = [(2, 1, 2), (3, 1, 2), (2, 2, 2)]  # engines x tensor-parallel ranks x pipeline stages of each
 PROMPTS = [[7 * number + place for place in range(1 + 9 * number)] for number in range(5)]
 
@@ -95,11 +95,11 @@ def test_more_engines_than_experts(tmp_path: Path) -> None:
 
 
 class Moves:
-    """Shifts the balance to the experts of rank 0 without copies, so that some move whatever the steps."""
+    """Shifts the load to the experts of rank 0 without copies, so that some experts move in any case."""
 
     def __init__(self) -> None:
-        self.num_rows: list[int] = []  # that the ranks counted
-        self.num_moved: list[int] = []  # slots that were given another expert; the ranks of a group find the same
+        self.num_rows: list[int] = []  # as counted by the ranks
+        self.num_moved: list[int] = []  # slots that got another expert; all ranks of a group agree
 
     def balance(self, placement: Placement, rows: Sequence[int], first: int) -> Placement:
         self.num_rows.append(sum(rows))
@@ -111,7 +111,7 @@ class Moves:
         return after
 
     def check(self, engines: Sequence[EngineCore]) -> None:
-        """Experts moved, and the engines' stats say how many."""
+        """Check that experts moved, and that the engines' stats report how many."""
         assert sum(self.num_rows) > 0
         stats = [engine._executor.eplb_stats for engine in engines]
         placements = [1 for number in self.num_moved if number]

@@ -1,5 +1,5 @@
-"""Features of requests and of engines together: each request gives the same ids and the same bits of their
-log-probabilities alone in a plain engine as in a crowd of all kinds with drafts, forced tokens and cached prefixes."""
+"""Features of requests and of engines together: each request gives the same ids and the same logprob bits alone in a
+plain engine as in a mixed batch with drafts, forced tokens and cached prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.resolved import resolve_all
 from support.speculation import NGRAM, assert_drafted, draft_from
 from support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 LORA: dict[str, object] = {"enable_lora": True, "max_lora_rank": 4}
 OPTIONS: dict[str, object] = LORA | {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": "64MiB"}
 EMBED: dict[str, object] = {"runner": "generate", "convert": "embed"}
@@ -46,7 +46,7 @@ STYLES: list[dict[str, object]] = [
 
 @pytest.fixture(autouse=True)
 def masks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even on a busy machine."""
+    """Treat masks as cheap even if the machine is busy."""
     monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
 
 
@@ -57,12 +57,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @lru_cache(maxsize=1)
 def demo_adapters(root: Path) -> list[Adapter | None]:
-    """No adapter, and two of the demo model."""
+    """Return no adapter and two adapters of the demo model."""
     return [None, *(make_adapter(demo(), root / f"demo{seed}", seed=seed, scale=0.1) for seed in (1, 2))]
 
 
 def make_requests(root: Path) -> list[Request]:
-    """Each grammar with each adapter."""
+    """Return a request for each pair of grammar and adapter."""
     grammars = ["", compile_grammar(json=SCHEMA, disable_any_whitespace=True), compile_grammar(grammar=CALL)]
     requests = []
     for grammar in grammars:
@@ -76,7 +76,7 @@ def make_requests(root: Path) -> list[Request]:
 
 
 def make_calls(first: int, count: int) -> list[Request]:
-    """Requests for a call, for models of any weights with the demo model's tokenizer."""
+    """Return requests for a call, for models with any weights and the demo model's tokenizer."""
     grammar = compile_grammar(grammar=CALL)
     return [
         constrained(number, grammar, "x = 1\n", max_tokens=12, logprobs=1) for number in range(first, first + count)
@@ -178,8 +178,8 @@ def test_a_replay_goes_on_with_the_same_adapter_and_drafts(how: str, root: Path)
 )
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4-g32", "fp8 checkpoint"])
 def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
-    """Two choices of each prompt; the second prompt of an adapter begins with the first one. Beside them a call and a
-    vector in each engine."""
+    """Two choices of each prompt; the second prompt of an adapter begins with the first one. A call and a vector run
+    alongside in each engine."""
     options = LORA | {"block_size": 8, "quantization": quantization, "tokenizer": str(demo()), **EMBED}
     if quantization == "fp8 checkpoint":
         make_packed(tmp_path, "qwen3_moe", "fp8-block", vocab_size=VOCAB_SIZE)
@@ -217,7 +217,7 @@ def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("how", HOWS)
 def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
-    """Vectors come from the base model, whatever the other requests want."""
+    """Vectors come from the base model, whatever the other requests use."""
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, "qwen3")
     adapter = make_adapter(checkpoint, tmp_path / "adapter")
@@ -235,7 +235,7 @@ def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
     assert_equal({number: found[number] for number in range(3)}, expected)
     assert_drafted(engine)
     assert generate(engine, pooled)[102].cached_tokens == 24
-    for number, vector in compute_vectors(engine, pooled).items():  # of cached prefixes
+    for number, vector in compute_vectors(engine, pooled).items():  # with cached prefixes
         assert vector.equal(vectors[number])
 
 

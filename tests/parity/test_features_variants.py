@@ -1,5 +1,5 @@
-"""Features together with draft models, EAGLE-3 heads and linear attention: see test_features.py for prompt lookup and
-other models. Each request gives the same ids and bits in a plain engine as in a crowd."""
+"""Features together with draft models, EAGLE-3 heads and linear attention: each request gives the same ids and bits in
+a plain engine as in a mixed batch. See test_features.py for prompt lookup and other models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.packed_floats import make_packed
 from support.pooled import compute_vectors, pooling_request
 from support.speculation import draft_freely
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 OPTIONS: dict[str, object] = {
     "enable_lora": True,
     "max_lora_rank": 4,
@@ -42,7 +42,7 @@ VECTORS = [pooling_request(number, [5, 17, 101] * 8) for number in (20, 21)]
 
 @pytest.fixture(autouse=True)
 def masks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even on a busy machine."""
+    """Treat masks as cheap even if the machine is busy."""
     monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
 
 
@@ -67,7 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def sources(llama: Model) -> dict[str, dict[str, object]]:
-    """Speculative configs: the model is its own draft model."""
+    """Return the speculative configs. The model is its own draft model."""
     head = write_head(build_head(Served(llama.plain), 97), llama.plain.parent / "head")
     return {
         "draft model": {"method": "draft_model", "model": str(llama.plain), "num_speculative_tokens": 4},
@@ -81,7 +81,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def make_requests(adapter: Adapter) -> list[Request]:
-    """Choices of a prompt with and without the adapter, and calls."""
+    """Return requests: choices of a prompt with and without the adapter, and calls."""
     style: dict[str, object] = {"temperature": 1.0, "logprobs": 1}
     requests = [
         msgspec.structs.replace(greedy(number, [5, 17, 101] * 8, 12, **style, choice=choice), adapter=chosen)

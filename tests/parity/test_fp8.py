@@ -1,4 +1,4 @@
-"""Layers in 8-bit floats, on a CPU, which has torch's product as well: close to transformers, by whichever kernels."""
+"""Layers in fp8 on a CPU, which also supports torch's scaled product: close to transformers with any kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 def logprobs(directory: Path, chosen: list[list[int]], kernels: Kernels) -> Tensor:
-    """Of the checkpoint in 8 bits, all prompts one below the other."""
+    """Return the logprobs of the fp8 checkpoint, those of all prompts stacked."""
     spec, weight_map = read_model(json.loads((directory / "config.json").read_text()))
     spec = spec.with_fp8()
     checkpoint = Checkpoint(directory)
@@ -55,18 +55,18 @@ def logprobs(directory: Path, chosen: list[list[int]], kernels: Kernels) -> Tens
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt"])
 def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
-    """Random weights: measured error of logprobs 6 to 10 % of their spread."""
+    """Random weights: the measured error of logprobs is 6 to 10 % of their spread."""
     chosen = prompts(make_checkpoint(tmp_path, family, std=0.1))
     ours = logprobs(tmp_path, chosen, PORTABLE)
     exact = torch.cat([reference_logprobs(tmp_path, prompt) for prompt in chosen])
     spread = exact - exact.mean(-1, keepdim=True)
     assert 0.01 < (ours - exact).norm() / spread.norm() < 0.14
     defined = logprobs(tmp_path, chosen, replace(PORTABLE, pack_fp8=reference.pack_fp8))
-    assert (ours - defined).norm() / spread.norm() < 0.02  # roundings that fell out otherwise
+    assert (ours - defined).norm() / spread.norm() < 0.02  # some values round differently
 
 
 def test_loaded_as_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products of the layers are, each as it is fused, but not the head."""
+    """All linear layers are fp8, fused ones as a whole, but not the head."""
     make_checkpoint(tmp_path, "llama", dtype="bfloat16")
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
     packed: list[tuple[torch.dtype, int]] = []
@@ -98,8 +98,8 @@ def test_refused_where_there_is_no_such_product(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(("family", "most"), [("llama", 0.1), ("gpt2", 0.1), ("qwen3_moe", 0.2)])
 def test_weights_alone_on_a_cpu(family: str, most: float, tmp_path: Path) -> None:
-    """As `--quantization fp8` does it there: closer than with rounded activations, and the same on two stages. Of
-    experts, now and then others are chosen."""
+    """On a CPU, `--quantization fp8` rounds weights only: closer than with rounded activations, and the same on two
+    stages. Occasionally, other experts are chosen."""
     vocab_size = make_checkpoint(tmp_path, family, std=0.1)
     chosen = prompts(vocab_size)
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))

@@ -1,4 +1,4 @@
-"""A checkpoint in blocks of 8-bit floats is the model that transformers makes of the same numbers, on any ranks."""
+"""A checkpoint in fp8 blocks is the model that transformers builds from the same numbers, on any ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRIDS: list[dict[str, int]] = [{}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2}
 
 
 def quantised(weight: Tensor, rows: int, columns: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Its numbers in 8 bits, their blocks' scales, and what the two stand for."""
+    """Return the numbers in fp8, the scales of their blocks, and the values that they represent."""
     height, width = weight.shape
     scales = torch.stack(
         [
@@ -42,7 +42,7 @@ def quantised(weight: Tensor, rows: int, columns: int, scale_dtype: torch.dtype)
 def make_pair(
     family: str, plain: Path, packed: Path, block: tuple[int, int], scale_dtype: torch.dtype, **sizes: object
 ) -> int:
-    """The same model twice: its linear layers in blocks, and in float32."""
+    """Write the same model twice: with its linear layers in fp8 blocks, and in float32."""
     vocab_size = make_checkpoint(plain, family, **sizes)
     shutil.copytree(plain, packed)
     tensors = load_file(plain / "model.safetensors")
@@ -62,11 +62,11 @@ def make_pair(
 @pytest.mark.parametrize(
     ("family", "block", "scale_dtype"),
     [
-        # Ranks and fused products begin amid blocks.
+        # Ranks and fused products begin in the middle of blocks.
         pytest.param("llama", (12, 20), torch.float32, marks=pytest.mark.slow),
-        ("qwen3_moe", (128, 128), torch.bfloat16),  # of which there is one
+        ("qwen3_moe", (128, 128), torch.bfloat16),  # a single block
         pytest.param("deepseek_v3", (16, 8), torch.float32, marks=pytest.mark.slow),
-        ("qwen3_next", (12, 20), torch.bfloat16),  # whose queries, keys, values and gates lie mixed in one weight
+        ("qwen3_next", (12, 20), torch.bfloat16),  # one weight interleaves its queries, keys, values and gates
     ],
 )
 def test_the_whole_model_on_any_ranks(
@@ -81,14 +81,14 @@ def test_the_whole_model_on_any_ranks(
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 17, 60)]
     spec, decoder = load(tmp_path / "packed")
     for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        # Transformers' qwen3_next in float32 is off by 2.9e-4 itself on a Xeon with AMX, compared with float64.
+        # In float32, transformers' own qwen3_next is off by 2.9e-4 on a Xeon with AMX, compared with float64.
         assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 1e-3
     wanted = [greedy(number, prompt, 8, logprobs=0) for number, prompt in enumerate(prompts)]
     for grid in GRIDS:
         expected = generate(make_engine(tmp_path / "plain", **grid), wanted)
         results = generate(make_engine(tmp_path / "packed", **grid), wanted)
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
-        with monkeypatch.context() as patch:  # the definition, which a GPU uses
+        with monkeypatch.context() as patch:  # the torch definition, which GPUs use
             patch.setattr(GroupedPacker, "packs", lambda packer, weight: False)
             results = generate(make_engine(tmp_path / "packed", **grid), wanted)
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]

@@ -1,4 +1,4 @@
-"""GGUF files are the models that transformers makes of the same numbers, on any ranks."""
+"""GGUF files are the models that transformers builds from the same numbers, on any ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from support.matrix import mostly_slow
 from support.parity import check_greedy, check_logprobs, random_prompts
 
 STORAGES = (
-    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()  # each with one family, or more
+    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()  # each with at least one family
 )
 PAIRS = [
     *zip(FAMILIES, (*STORAGES[1:], *STORAGES), strict=False),
     ("qwen3", "F16"),
-    ("qwen3_moe", "MXFP4"),  # as files named MXFP4_MOE
+    ("qwen3_moe", "MXFP4"),  # as in files named MXFP4_MOE
     ("gpt_oss", "MXFP4"),
 ]
 FAST_FAMILIES = ("llama", "mixtral", "ministral3", "qwen2", "qwen2_moe", "gemma3_text", "phi3", "olmo2", "gpt_oss")
@@ -50,18 +50,18 @@ def test_families(family: str, storage: str, tmp_path: Path) -> None:
     ("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
 )
 def test_text_parts(family: str, architecture: str, tmp_path: Path) -> None:
-    """Files of models that read images have another name, and keys about coordinates and images."""
+    """Files of multimodal models name another architecture and have keys about coordinates and images."""
     check(tmp_path, make_gguf(tmp_path, family, architecture=architecture))
 
 
 def compare_engines(directory: Path, prompts: list[list[int]], *grids: dict[str, Any]) -> None:
-    """Greedy tokens of engines of these ranks, with those of the same numbers in floating point."""
+    """Compare the greedy tokens of engines with these ranks with those of the same numbers in floating point."""
     check_greedy(resolve_model(str(directory / "model.gguf")), directory / "plain", prompts, grids)
 
 
 @pytest.mark.parametrize("storage", mostly_slow(STORAGES, ["Q4_K", "IQ4_XS"]))
 def test_every_type_keeps_its_numbers_in_any_part(storage: str, tmp_path: Path) -> None:
-    """Ranks begin amid blocks and groups; values, head and embedding have other types."""
+    """Ranks begin in the middle of blocks and groups; values, head and embedding have other types."""
     prompts = random_prompts(make_gguf(tmp_path, "llama", storage, num_attention_heads=4))
     compare_engines(tmp_path, prompts, {}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2})
 
@@ -89,16 +89,16 @@ def test_experts_on_several_ranks(storage: str, tmp_path: Path) -> None:
 
 
 def test_gpt_oss_on_several_ranks(tmp_path: Path) -> None:
-    """Other checkpoints of it have gate and up in one stack."""
+    """Checkpoints of gpt-oss in other formats store gate and up in one stack."""
     prompts = random_prompts(make_gguf(tmp_path, "gpt_oss", "MXFP4"))
     whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     compare_engines(tmp_path, prompts, {"tensor": 3}, {"pipeline": 2}, whole_experts)
 
 
 def test_types_that_differ_and_a_packed_head(tmp_path: Path) -> None:
-    """As in files named Q4_K_M: the value and down projections, the head and the embedding have types of their own."""
+    """As in files named Q4_K_M, the value and down projections, the head and the embedding have types of their own."""
     others = {"v_proj.weight": "Q6_K", "down_proj.weight": "Q8_0", "lm_head.weight": "Q6_K", "tokens.weight": "Q4_K"}
-    metadata = {"mradermacher.quantize_version": 2, "quantize.imatrix.entries_count": 7}  # without effect
+    metadata = {"mradermacher.quantize_version": 2, "quantize.imatrix.entries_count": 7}  # keys without effect
     check(tmp_path, make_gguf(tmp_path, "llama", "Q4_K", others=others, metadata=metadata))
 
 

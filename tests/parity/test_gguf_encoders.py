@@ -1,4 +1,4 @@
-"""GGUF files of embedding models return the vectors that transformers' hidden states give."""
+"""GGUF files of embedding models return the vectors computed from transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_encoder(directory: Path, architecture: str, pooling: gguf.PoolingType, storage: str = "Q8_0") -> None:
-    """A random model in directory/model.gguf, and the same numbers in float32 in directory/plain."""
+    """Write a random model to directory/model.gguf, and the same numbers in float32 to directory/plain."""
     plain = directory / "plain"
     vocab_size = make_pooled_checkpoint(plain, architecture, **SIZES | MORE_SIZES.get(architecture, {}))
     config: dict[str, Any] = json.loads((plain / "config.json").read_text())
@@ -46,7 +46,7 @@ def make_encoder(directory: Path, architecture: str, pooling: gguf.PoolingType, 
     add_words(writer, vocab_size)
     tensors = load_file(plain / "model.safetensors")
     pieces = {key: [tensor] for key, tensor in tensors.items() if not key.startswith("pooler.")}
-    if architecture == "RobertaModel":  # the converter leaves the rows before the first position away
+    if architecture == "RobertaModel":  # the converter drops the rows before the first position
         (table,) = pieces["embeddings.position_embeddings.weight"]
         pieces["embeddings.position_embeddings.weight"] = [table[config["pad_token_id"] + 1 :]]
     number = next(number for number, one in gguf.MODEL_ARCH_NAMES.items() if one == name)
@@ -81,7 +81,7 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any], pooling: gguf.Pooli
 
 
 def add_words(writer: GGUFWriter, vocab_size: int) -> None:
-    """A vocabulary of whole words."""
+    """Add a vocabulary of whole words."""
     writer.add_tokenizer_model("bert")
     words = [f"\u2581word{number}" for number in range(vocab_size - len(SPECIAL))]
     writer.add_token_list([*SPECIAL, *words])
@@ -121,7 +121,7 @@ def test_their_tokenizer_and_pooling(tmp_path: Path) -> None:
 
 
 def test_a_decoder_that_pools_its_last_token(tmp_path: Path) -> None:
-    """As Qwen3-Embedding."""
+    """The decoder is like Qwen3-Embedding."""
     make_gguf(tmp_path, "qwen3", metadata={"qwen3.pooling_type": 3}, tie_word_embeddings=True)
     directory = resolve_model(str(tmp_path / "model.gguf"))
     found, expected = (

@@ -1,4 +1,4 @@
-"""GGUF files of architectures whose tensors the converter splits and joins are the models that transformers makes of
+"""GGUF files of architectures whose tensors the converter splits and joins are the models that transformers builds from
 the same numbers, on any ranks."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 def test_qwen3_next_in_older_files(tmp_path: Path) -> None:
-    """Queries, keys, values and gates are in one tensor."""
+    """Older files store queries, keys, values and gates in one tensor."""
     prompts = random_prompts(make_gguf(tmp_path, "qwen3_next", kept="in_proj_qkvz.weight"))
     check_logprobs(resolve_model(str(tmp_path / "model.gguf")), tmp_path / "plain", prompts)
 

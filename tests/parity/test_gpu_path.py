@@ -1,5 +1,5 @@
-"""The GPU path of an engine, without a GPU: steps start before the last one's ids are known, decode steps are captured
-and replayed, and there are padding rows. Mixed loads give the same tokens and log-probabilities as the plain engine on
+"""The GPU path of an engine, without a GPU: steps start before the ids of the last one are known, decode steps are
+captured and replayed, and there are padding rows. Mixed loads give the same tokens and logprobs as the plain engine on
 a CPU."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.triton import NO_TRITON
 
 
 def load(vocab_size: int, count: int = 24) -> tuple[list[Request], list[int]]:
-    """Requests of every kind, and the steps before which they come."""
+    """Return requests of every kind, and the steps before which they arrive."""
     rng = random.Random(3)
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0},
@@ -68,8 +68,8 @@ def test_same_tokens_as_the_plain_engine(family: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("family", mostly_slow(["llama", "deepseek_v3"], ["llama"]))
 def test_a_cache_in_fp8(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens as from a cache of the model's type with keys and values that were rounded to fp8, in half the
-    bytes and less."""
+    """An fp8 cache gives the same tokens as a cache in the model's dtype whose keys and values were rounded to fp8, in
+    at most half the bytes."""
     vocab_size = make_checkpoint(tmp_path, family)
     requests, arrivals = load(vocab_size, 10)
     rounded = swap(
@@ -86,7 +86,7 @@ def test_a_cache_in_fp8(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def write_rounded(write: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """What is in the cache is rounded after each write; a second time changes nothing."""
+    """Round the contents of the cache after each write; rounding twice changes nothing."""
     result = write(*arguments)
     cache = arguments[-2]
     cache.copy_(cache_fp8.quantise(cache))

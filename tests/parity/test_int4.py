@@ -1,4 +1,4 @@
-"""Layers of 4 bits, quantised while loading: close to the float model, on any ranks, equal bits in any batch."""
+"""Layers quantised to 4 bits while loading: close to the float model, on any ranks, with equal bits in any batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_requests(vocab_size: int) -> list[Request]:
 
 @pytest.mark.parametrize("family", mostly_slow(family for family in FAMILIES if family not in WITH_EXPERTS))
 def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
-    """Odd sizes too, of which groups are held in the model's dtype where they do not fit words."""
+    """Includes odd sizes, whose groups stay in the model's dtype if they do not fit into words."""
     vocab_size = make_checkpoint(tmp_path, family, std=0.1)
     rng = random.Random(5)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 2, 16, 40)]
@@ -43,7 +43,7 @@ def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.pairs("int4 + TP", "int4 + PP")
 def test_several_ranks(tmp_path: Path) -> None:
-    """Stages change nothing; with tensor parallelism groups begin with each rank's share."""
+    """Stages change nothing; with tensor parallelism, groups begin with each rank's share."""
     wanted = random_requests(make_checkpoint(tmp_path, "llama", std=0.1, **SIZES[""], **HEADS))
     one = generate(make_engine(tmp_path, quantization="int4-g32"), wanted)
     two_stages = generate(make_engine(tmp_path, quantization="int4-g32", pipeline=2), wanted)

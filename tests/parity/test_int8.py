@@ -1,4 +1,5 @@
-"""Layers in int8: against transformers with the same rounding, the float model, several ranks, other batches."""
+"""Layers in int8: against transformers with the same rounding, against the float model, on several ranks, and in other
+batches."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ from support.quantised import edit_config, int8_logprobs, quantise_checkpoint
 from support.reference import reference_logprobs
 from support.tiny import FAMILIES, HYBRIDS, WITH_EXPERTS, make_checkpoint
 
-# llm-compressor takes torch's linear modules, which GPT-2 and Falcon have none of, nor have experts in transformers 5
-SCATTERED = ("qwen3_next", "qwen3_5_moe_text")  # whose random routers choose other experts for every tenth token
+# llm-compressor quantises torch's Linear modules, but GPT-2 and Falcon have none, nor have experts in transformers 5.
+SCATTERED = ("qwen3_next", "qwen3_5_moe_text")  # random routers choose other experts for a tenth of the tokens
 STORED = [family for family in FAMILIES if family not in ("gpt2", "falcon", *WITH_EXPERTS, *HYBRIDS)]
 ROUTERS = [
     rf"re:model\.layers\.\d+\.{name}$" for name in ("block_sparse_moe.gate", "mlp.gate", "mlp.shared_expert_gate")
@@ -56,9 +57,12 @@ def logprobs(
 
 
 def check_against_transformers(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Float32 sums differ in their last bits, so now and then a number near a half is rounded otherwise, and all that
-    follows in its sequence sees one activation changed by 1/127. Such a flip is an event of one sequence: hence the
-    median over the sequences of their medians, and a bound on the rest."""
+    """Compare with transformers.
+
+    Float32 sums differ in their last bits, so occasionally a number near a half is rounded differently, and the rest of
+    its sequence sees one activation changed by 1/127. Such a flip affects one sequence: hence the median over the
+    sequences of their medians, and a bound on the rest.
+    """
     errors = [(left - right).abs().amax(-1) for left, right in zip(ours, theirs, strict=True)]
     assert torch.stack([error.median() for error in errors]).median() < 1e-4
     assert max(float(error.max()) for error in errors) < 0.5
@@ -79,7 +83,7 @@ def test_stored_weights(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(left, right) for left, right in zip(ours, chunked, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "gptj"])  # a head without a bias, and one with
+@pytest.mark.parametrize("family", ["llama", "gptj"])  # heads without and with a bias
 def test_the_lm_head_is_int8_too(family: str, tmp_path: Path) -> None:
     chosen = prompts(make_checkpoint(tmp_path / "float", family, tie_word_embeddings=False))
     plain = quantise_checkpoint(tmp_path / "float", tmp_path / "int8", heads=["lm_head"])
@@ -90,7 +94,7 @@ def test_the_lm_head_is_int8_too(family: str, tmp_path: Path) -> None:
 
 
 def test_a_tied_lm_head_is_int8_and_the_embedding_is_not(tmp_path: Path) -> None:
-    """The same weights stored apart are the reference: their embedding is a table of its own."""
+    """The reference stores the same weights separately: its embedding is a table of its own."""
     chosen = prompts(make_checkpoint(tmp_path / "tied", "qwen2", tie_word_embeddings=True))
     make_checkpoint(tmp_path / "apart", "qwen2", tie_word_embeddings=False)
     weights = load_file(tmp_path / "tied" / "model.safetensors")
@@ -103,7 +107,8 @@ def test_a_tied_lm_head_is_int8_and_the_embedding_is_not(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_stored_experts(family: str, tmp_path: Path) -> None:
-    """As those that are quantised while loading, which `test_close_to_the_float_model` holds against transformers."""
+    """Stored int8 experts equal those quantised while loading, which `test_close_to_the_float_model` compares with
+    transformers."""
     chosen = prompts(make_checkpoint(tmp_path / "float", family))
     quantise_checkpoint(tmp_path / "float", tmp_path / "int8", ignore=["lm_head", *ROUTERS])
     ours = logprobs(tmp_path / "int8", chosen)
@@ -127,20 +132,20 @@ def test_scales_in_bfloat16_and_modules_that_are_ignored(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", mostly_slow(family for family in FAMILIES if family not in SCATTERED))
 def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
-    """Random weights: measured error of logprobs 1.6 to 3.5 % of their spread, greedy agreement 94 to 98 %."""
+    """Random weights: the measured error of logprobs is 1.6 to 3.5 % of their spread, greedy agreement 94 to 98 %."""
     chosen = prompts(make_checkpoint(tmp_path, family, std=0.1))
     ours = torch.cat(logprobs(tmp_path, chosen, int8=True, int8_lm_head=False))
     whole = torch.cat(logprobs(tmp_path, chosen, int8=True))
     exact = torch.cat([reference_logprobs(tmp_path, prompt) for prompt in chosen])
     spread = exact - exact.mean(-1, keepdim=True)
-    # random routers choose by small differences, these by the smallest: some experts are others than the float model's
+    # Random routers choose by small differences, these by the smallest: some experts differ from the float model's.
     limit = 0.15 if family in ("deepseek_v3", "glm4_moe", "gpt_oss") else 0.06
     assert 0.001 < (ours - exact).norm() / spread.norm() < limit
     assert (ours.argmax(-1) == exact.argmax(-1)).float().mean() > 0.88
-    assert 0.001 < (whole - ours).norm() / spread.norm() < 0.02  # what the LM head adds
+    assert 0.001 < (whole - ours).norm() / spread.norm() < 0.02  # the error that the LM head adds
 
 
-# the weights of experts come of float products, which differ in their last bits
+# Experts are weighted by float products, which differ in their last bits.
 @pytest.mark.parametrize("family", mostly_slow(family for family in FAMILIES if family not in WITH_EXPERTS))
 def test_the_reference_of_the_product_gives_the_same_model(family: str, tmp_path: Path) -> None:
     chosen = prompts(make_checkpoint(tmp_path, family))[:6]
@@ -175,8 +180,8 @@ def requests(vocab_size: int, num_tokens: int = 6) -> list[Request]:
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("family", mostly_slow(["llama", "opt"], ["llama"]))
 def test_several_ranks(family: str, stored: bool, tmp_path: Path) -> None:
-    """Stages change nothing. With tensor parallelism each rank rounds its own part of what a row-parallel product
-    takes, so logprobs differ by what rounding costs, here less than 0.2; tokens of close race may differ."""
+    """Stages change nothing. With tensor parallelism, each rank rounds its own part of a row-parallel product's input,
+    so logprobs differ by rounding errors, here less than 0.2, and close races may choose other tokens."""
     wanted = requests(make_checkpoint(tmp_path / "float", family, std=0.1))
     directory = tmp_path / "float"
     how: dict[str, object] = {"quantization": "int8"}

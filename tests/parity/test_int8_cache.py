@@ -1,4 +1,4 @@
-"""An int8 KV cache under a whole model: what it costs, several ranks, other batches, prefix hits and preemption."""
+"""An int8 KV cache under a whole model: its error, several ranks, other batches, prefix hits and preemption."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INT8 = {"kv_cache_dtype": "int8"}
 
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_logprobs_are_close_to_those_of_an_exact_cache(family: str, tmp_path: Path) -> None:
-    """Off by less than 6 % of the logits' spread (1.5 % to 5 % measured): a random model of small heads, the hard case;
-    less than 12 % (7 % measured) where some tokens go to other experts by it.
-    What an int8 cache adds to the error of a bfloat16 model is less than that model's own."""
+    """Logprobs are off by less than 6 % of the logits' spread (measured: 1.5 to 5 %) on a random model with small
+    heads, the hard case; by less than 12 % (measured: 7 %) where the error sends some tokens to other experts. An int8
+    cache adds less error to a bfloat16 model than that model already has."""
     rng = random.Random(5)
     vocab_size = make_checkpoint(tmp_path, family)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 2, 17, 60)]
@@ -51,7 +51,8 @@ def requests(vocab_size: int) -> list[Request]:
 
 @pytest.mark.parametrize("family", mostly_slow(["llama", "opt"], ["llama"]))
 def test_several_ranks(family: str, tmp_path: Path) -> None:
-    """A head is rounded alike whatever rank holds it: ids are one rank's, and over stages so are the logprobs' bits."""
+    """A head is rounded the same way on any rank: ids equal those of one rank, and with stages also the bits of
+    logprobs."""
     wanted = requests(make_checkpoint(tmp_path, family))
     one = generate(make_engine(tmp_path, **INT8), wanted)
     for grid in ({"pipeline": 2}, {"tensor": 2}, {"tensor": 3, "pipeline": 2}, {"tensor": 8}):
@@ -67,7 +68,8 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
     ("dtype", "head_dim"), mostly_slow([("float32", 16), ("bfloat16", 16), ("bfloat16", 10)], [("bfloat16", 16)])
 )
 def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, head_dim: int, tmp_path: Path) -> None:
-    """Nor on how its prompt was chunked, on a prefix hit, or on its being preempted. Heads of 10 take torch's path."""
+    """The bits do not depend on other rows, chunks of the prompt, prefix hits or preemption. Heads of 10 use torch's
+    path."""
     vocab_size = make_checkpoint(tmp_path, "llama", dtype=dtype, head_dim=head_dim)
     rng = random.Random(8)
     prompt = [rng.randrange(vocab_size) for _ in range(19)]

@@ -1,4 +1,5 @@
-"""Int8 checkpoints whose products cannot all be rounded: they keep their integers, and rows stay as they are."""
+"""Int8 checkpoints with layers whose activations cannot be rounded: weights keep their integers, and activations stay
+as they are."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from support.tiny import make_checkpoint
 GATE = r"re:.*mlp\.gate$"
 STACKS = [f"model.layers.{layer}.block_sparse_moe.{name}_linear" for layer in range(3) for name in ("input", "output")]
 CASES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
-    # family, sizes, modules to ignore, modules to quantise beside the usual ones
+    # family, sizes, modules to ignore, additional modules to quantise
     "keys alone in floating point": ("qwen2", {}, ["lm_head", r"re:.*k_proj$"], []),
     "gates alone in floating point": ("llama", {}, ["lm_head", r"re:.*gate_proj$"], []),
     "an LM head": ("llama", {"tie_word_embeddings": False}, [], ["lm_head"]),
@@ -43,7 +44,7 @@ def test_logprobs(case: str, tmp_path: Path) -> None:
 
 
 def test_modules_that_are_not_linear_in_torch(tmp_path: Path) -> None:
-    """GPT-2's are left in floating point, although no entry of "ignore" names them."""
+    """GPT-2's modules stay in floating point, although no entry of "ignore" names them."""
     prompts = random_prompts(make_checkpoint(tmp_path / "float", "gpt2"))
     plain = quantise_checkpoint(tmp_path / "float", tmp_path / "int8", ignore=["re:.*"])
     edit_config(tmp_path / "int8", lambda config: config.update(ignore=["lm_head"]))
@@ -52,7 +53,7 @@ def test_modules_that_are_not_linear_in_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_embedding_in_a_group_of_its_own(is_tied: bool, tmp_path: Path) -> None:
-    """The linear modules are in floating point, although their group names another format."""
+    """The linear modules stay in floating point, although their group names another format."""
     prompts = random_prompts(make_checkpoint(tmp_path / "float", "qwen2", tie_word_embeddings=is_tied))
     ignore = ["lm_head", "re:.*layers.*"]
     plain = quantise_checkpoint(tmp_path / "float", tmp_path / "int8", ignore=ignore, heads=["model.embed_tokens"])

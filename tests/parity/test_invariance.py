@@ -1,7 +1,7 @@
-"""Promise 3 and the engine's half of promise 2: what else is in the batch, chunks, hits and cuts change nothing.
+"""Batch invariance: results do not depend on the rest of the batch, on chunks, on prefix hits or on interruptions.
 
-One request, sampled at temperature 1 with logprobs, in 200 random co-batches: its ids and the bits of its logprobs are
-always the same. Cut at any token and continued, it comes to the same end.
+One request, sampled at temperature 1 with logprobs, runs in 200 random batches: its ids and the bits of its logprobs
+are always the same. Interrupted at any token and continued, it ends in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.matrix import mostly_slow
 from support.tiny import make_checkpoint
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
-CASES = [  # attention has a compiled kernel for heads of 16 numbers, and plain torch operations for the others
+CASES = [  # attention has a compiled kernel for a head_dim of 16, and plain torch operations for others
     pytest.param(("llama", "float32", {"head_dim": 16}), marks=pytest.mark.slow),
     ("qwen3", "bfloat16", {"head_dim": 16}),
     pytest.param(("qwen3", "bfloat16", {}), marks=pytest.mark.long),
@@ -88,7 +88,7 @@ def test_200_random_co_batches_one_output(directory: Path, sampling: Sampling) -
         make_engine(directory, block_size=8, max_num_batched_tokens=budget, enable_prefix_caching=caching)
         for budget, caching in ((2048, True), (7, True), (64, False))
     ]
-    for trial in range(100):  # times two samplings: 200 co-batches
+    for trial in range(100):  # times two samplings: 200 batches
         others = [random_request(number, rng) for number in range(1, rng.randrange(2, 7))]
         requests = [Request(id=0, prompt_ids=PROMPT, sampling=sampling), *others]
         arrivals = [rng.randrange(6) for _ in requests]

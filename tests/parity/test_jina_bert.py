@@ -48,7 +48,7 @@ QK_NORM_CONFIG = {
     "auto_map": {"AutoModel": f"{CODE}--modeling_bert.JinaBertModel"},
 }
 WIDTH, INNER, HEADS = 96, 97, 6
-SLOPES = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]  # those of four heads, and every second one of eight
+SLOPES = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]  # slopes of four heads, then every second slope of eight
 
 
 def make_weights(has_qk_norm: bool) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def make_weights(has_qk_norm: bool) -> dict[str, Tensor]:
 
 
 def compute_hidden(weights: dict[str, Tensor], ids: list[int], has_qk_norm: bool) -> Tensor:
-    """(ids, width)."""
+    """Return the hidden states: (ids, width)."""
 
     def linear(x: Tensor, name: str) -> Tensor:
         return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))

@@ -1,4 +1,4 @@
-"""Models with linear attention in the engine: the states of sequences are given, freed and computed again."""
+"""Models with linear attention in the engine: states of sequences are allocated, freed and recomputed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def alone(directory: Path, request: Request) -> Result:
 
 
 def small_memory(directory: Path, num_blocks: int, **options: object) -> int:
-    """Bytes of so many blocks and the states that go with them."""
+    """Return the bytes of this many blocks and the states that go with them."""
     return replace(make_engine(directory, block_size=8, **options).layout, num_blocks=num_blocks).num_bytes
 
 
@@ -118,7 +118,7 @@ def test_slots_are_freed_by_ends_aborts_and_preemptions(directory: Path) -> None
 
 
 def test_ids_that_a_grammar_forces(tmp_path: Path) -> None:
-    """They are computed as a chunk, with the bits of one by one."""
+    """Forced ids are computed as one chunk, with the bits of one-by-one computation."""
     vocab_size = json.loads((demo() / "config.json").read_text())["vocab_size"]
     make_checkpoint(tmp_path, FAMILY, vocab_size=vocab_size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -183,7 +183,8 @@ def test_the_log_says_that_prefix_caching_is_off(directory: Path, caplog: pytest
 
 
 def test_stacks_of_experts_and_layers_for_drafts(tmp_path: Path) -> None:
-    """As published: all experts of a layer in a tensor, names of the multimodal model, and a layer that is not used."""
+    """As published: one tensor holds all experts of a layer, names are those of the multimodal model, and a layer is
+    unused."""
     make_checkpoint(tmp_path, "qwen3_5_moe_text")
     requests = [Request(id=0, prompt_ids=PROMPT, sampling=SAMPLED)]
     expected = generate(make_engine(tmp_path), requests)

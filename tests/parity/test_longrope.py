@@ -1,5 +1,5 @@
-"""Longrope: a sequence uses the short factors until it is longer than the original length, then the long ones, with
-which all of it is recomputed, as in transformers; whatever else is served."""
+"""LongRoPE: a sequence uses the short factors up to the original length, and beyond it the long ones, with which it is
+recomputed as a whole, as in transformers; whatever else is served."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from support.tiny import make_checkpoint
 TOLERANCE = 1e-3
 ORIGINAL = 64  # of 512
 LENGTHS = (5, 60, 63, 64, 65, 70, 130)
-Case = tuple[Path, list[list[int]], list[list[tuple[int, float]]]]  # checkpoint, prompts, and what is to follow
+Case = tuple[Path, list[list[int]], list[list[tuple[int, float]]]]  # checkpoint, prompts, expected continuations
 
 
 @pytest.fixture(scope="module", params=mostly_slow([1.0, 0.6], [0.6]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """What transformers makes of a whole sequence, for each next token."""
+    """Compute the expected next tokens from whole sequences in transformers."""
     directory = tmp_path_factory.mktemp("longrope")
     pairs = round(5 * request.param)
     rope = {
@@ -41,7 +41,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     vocab_size = make_checkpoint(directory, "phi3", rope_parameters=rope, original_max_position_embeddings=ORIGINAL)
     rng = random.Random(1)
     shared = [rng.randrange(vocab_size) for _ in range(max(LENGTHS))]
-    prompts = [shared[:length] for length in LENGTHS]  # cached blocks of short ones are none of the long ones'
+    prompts = [shared[:length] for length in LENGTHS]  # the long ones must not use cached blocks of short ones
     expected = []
     for prompt in prompts:
         ids, following = list(prompt), []
@@ -83,7 +83,7 @@ def test_as_transformers(layout: str, case: Case) -> None:
 
 
 def test_on_the_path_of_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps begun before the last one's ids are known, captured ones for each token."""
+    """Steps begin before the ids of the last one are known, and decode steps are captured."""
     directory, prompts, expected = case
     engine = make_gpu_engine(directory, monkeypatch, block_size=8)
     check(generate(engine, [greedy(number, prompt, 10, logprobs=1) for number, prompt in enumerate(prompts)]), expected)

@@ -1,4 +1,4 @@
-"""Adapters compute what PEFT computes, whatever else is in the batch, on any number of ranks."""
+"""Adapters give PEFT's results, whatever else is in the batch, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from support.matrix import mostly_slow
 from support.pooled import compute_vectors, pooling_request
 from support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 
-CASES = [  # family, rank, and the fields of LoraConfig that differ
+CASES = [  # family, rank, and changed fields of LoraConfig
     ("llama", 4, {"use_rslora": True}),
     ("phi3", 8, {}),
     ("gpt2", 16, {}),
@@ -83,7 +83,7 @@ RANKS = (4, 128, 8, 64, 5, 16, 32, 4)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2", "phi3", "qwen3_moe", "deepseek_v3", "gpt_neox"])
 def test_eight_adapters_in_a_batch_of_16_rows(family: str, tmp_path: Path) -> None:
-    """As PEFT computes them, and as merged models do."""
+    """The results equal those of PEFT and of merged models."""
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, family)
     adapters = [
@@ -104,7 +104,7 @@ def test_eight_adapters_in_a_batch_of_16_rows(family: str, tmp_path: Path) -> No
 @pytest.mark.pairs("LoRA + embeddings")
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_vectors(how: dict[str, int], tmp_path: Path) -> None:
-    """Of prompts with an adapter they are those of the merged model, also beside those of the base model."""
+    """Vectors of prompts with an adapter equal those of the merged model, also next to vectors of the base model."""
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, "qwen3")
     adapter = make_adapter(checkpoint, tmp_path / "adapter", seed=1)
@@ -180,7 +180,7 @@ def test_several_ranks(family: str, tensor: int, pipeline: int, use_dora: bool, 
 @pytest.mark.pairs("LoRA + int8", "LoRA + int4")
 @pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
 def test_quantised_bases(root: Path, quantization: str) -> None:
-    """Rows without an adapter are those of the quantised model, and an adapter of zeros changes no row."""
+    """Rows without an adapter equal those of the quantised model, and an adapter of zeros changes no row."""
     checkpoint, adapters = llama(root)
     engine = make_engine(checkpoint, quantization=quantization, **OPTIONS)
     plain = generate(make_engine(checkpoint, quantization=quantization, block_size=8), ask_all([None], logprobs=1))
@@ -193,7 +193,7 @@ def test_quantised_bases(root: Path, quantization: str) -> None:
 
 @pytest.mark.parametrize("form", ["fp8-block", "int8-static", "nf4-nested", "gptq"])
 def test_dora_of_quantised_checkpoints(form: str, tmp_path: Path) -> None:
-    """The lengths of rows are those of the numbers for which the checkpoint's codes stand."""
+    """Row norms are those of the dequantised weights."""
     if form == "gptq":
         packed.make_packed(tmp_path, "llama", packed.Packing("gptq", has_order=True))
     else:
@@ -216,7 +216,7 @@ def test_dora_as_merged(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
 def test_dora_that_changes_nothing(quantization: str, root: Path, tmp_path: Path) -> None:
-    """Without products, each row has the length that it had."""
+    """Without LoRA products, each row keeps its norm."""
     checkpoint, _ = llama(root)
     adapter = make_adapter(checkpoint, tmp_path / "adapter", use_dora=True, scale=0.0, magnitude=0.0)
     options = {"quantization": quantization, **OPTIONS}
@@ -264,7 +264,7 @@ def test_a_sequence_with_an_adapter_goes_on_after_a_restart(root: Path) -> None:
 
 
 def run_failing(engine: EngineCore, request: Request) -> str | None:
-    """The error that the request ends with."""
+    """Return the error that the request ends with."""
     engine.add_requests([request])
     while engine.has_work:
         for output in engine.step().outputs:

@@ -1,4 +1,4 @@
-"""Adapters of routers and experts compute what PEFT computes, in both of the forms in which PEFT has stored them."""
+"""Adapters of routers and experts give PEFT's results, in both forms in which PEFT has stored them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from support.engine import assert_equal, generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.tiny import make_checkpoint
 
-# PEFT's warnings
+# from PEFT
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
 
 PROMPTS = [[5, 17, 101, 44, 9, 230, 61], [7] * 19, [300, 2, 45]]
 OPTIONS: dict[str, object] = {"enable_lora": True, "max_lora_rank": 64, "block_size": 8}
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-CASES = [  # family, rank, target modules and parameters, fields of LoraConfig that differ
+CASES = [  # family, rank, target modules and parameters, changed fields of LoraConfig
     ("qwen3_moe", 3, ["q_proj"], BOTH, {"use_rslora": True}),
     ("mixtral", 8, ["o_proj"], [*BOTH, "gate.weight"], {}),
     ("gpt_oss", 5, ["k_proj"], BOTH, {"alpha_pattern": {"experts.down_proj": 3}}),
@@ -66,7 +66,7 @@ def test_as_peft(
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_module_per_expert(family: str, tmp_path: Path) -> None:
-    """As PEFT stored them when each expert's linear layers were modules. PEFT converts them when it loads them."""
+    """PEFT stored adapters so when each expert's linear layers were modules, and converts them when it loads them."""
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
     up, down = (37, 60), (60, 37)
@@ -86,7 +86,7 @@ def test_a_module_per_expert(family: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Adapter | None]]:
-    """A checkpoint, and no adapter, one of attention, one of experts, and one of half the experts and the router."""
+    """Return a checkpoint; no adapter, one of attention, one of experts, and one of half the experts and the router."""
     root = tmp_path_factory.mktemp("experts")
     checkpoint = root / "base"
     make_checkpoint(checkpoint, "mixtral")
@@ -130,7 +130,7 @@ def test_several_ranks(how: str, mixtral: tuple[Path, list[Adapter | None]]) -> 
 
 
 def test_quantised_experts(mixtral: tuple[Path, list[Adapter | None]], tmp_path: Path) -> None:
-    """An adapter of zeros changes nothing, another one does."""
+    """An adapter of zeros changes nothing; another one does."""
     checkpoint, adapters = mixtral
     engine = make_engine(checkpoint, quantization="int4-g32", **OPTIONS)
     fields = {"target_modules": [], "target_parameters": [*BOTH, "gate.weight"]}

@@ -1,4 +1,4 @@
-"""Adapters on a GPU's path: captured steps compute whatever adapters are in the slots."""
+"""Adapters on the GPU path: captured steps give the right results for any adapters in the slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.gpu_path import assert_same, graphs_of, make_gpu_engine
 from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
 
-# PEFT's
+# from PEFT
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
 
 
@@ -31,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"stages": 2}], ids=str)
 def test_same_tokens_as_the_plain_engine(how: dict[str, int], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five adapters that take turns in two slots, DoRA among them, and the base model, in the same batches."""
+    """Five adapters, DoRA among them, take turns in two slots, in batches with the base model."""
     checkpoint, adapters = llama(root)
     requests = ask_all(adapters, logprobs=1)
     arrivals = [number // 2 for number in range(len(requests))]
@@ -51,7 +51,7 @@ def test_same_tokens_as_the_plain_engine(how: dict[str, int], root: Path, monkey
 def test_a_captured_step_of_the_base_model_has_nothing_of_the_adapters_before(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An idle engine captures sizes right after steps with adapters."""
+    """An idle engine captures sizes immediately after steps with adapters."""
     checkpoint, adapters = llama(root)
     engine = make_gpu_engine(checkpoint, monkeypatch, **OPTIONS)
     generate(engine, [ask(0, PROMPTS[0], adapters[1])])
@@ -72,8 +72,8 @@ def test_a_captured_step_of_the_base_model_has_nothing_of_the_adapters_before(
     ids=["experts", "embedding"],
 )
 def test_what_cannot_be_captured(fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with an adapter of experts or of the embedding are computed eagerly, with all that is in them; then
-    those of another adapter of the same model, of its routers and head, are captured."""
+    """Steps with an adapter of experts or of the embedding run eagerly as a whole. Steps with another adapter of the
+    same model, of its routers and head, are then captured."""
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, "qwen3_moe")
     others: dict[str, object] = {"target_modules": ["q_proj", "lm_head"], "target_parameters": ["gate.weight"]}
@@ -90,7 +90,7 @@ def test_what_cannot_be_captured(fields: dict[str, object], tmp_path: Path, monk
 
 
 def test_steps_with_adapters_are_captured_at_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty slot; an adapter that comes later is computed by these graphs."""
+    """They are captured with an empty slot; adapters that are loaded later use these graphs."""
     checkpoint, adapters = llama(root)
     requests = [ask(0, PROMPTS[2], adapters[4])]
     expected = generate(make_engine(checkpoint, **OPTIONS), requests)

@@ -1,4 +1,4 @@
-"""Adapters of the embedding and the LM head compute what PEFT computes, whether or not the two share their weights."""
+"""Adapters of the embedding and the LM head give PEFT's results, whether or not the two share weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 
-CASES = [  # family, rank, target modules, fields of the model's config and of LoraConfig
+CASES = [  # family, rank, target modules, changed fields of the model's config and of LoraConfig
     ("llama", 4, ["q_proj", "embed_tokens", "lm_head"], {}, {"use_rslora": True}),
     ("llama", 8, ["embed_tokens", "lm_head", "v_proj"], {"tie_word_embeddings": True}, {}),
     ("gpt2", 16, ["c_attn", "wte", "lm_head"], {}, {}),
@@ -83,8 +83,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @lru_cache(maxsize=1)
 def llama(root: Path) -> tuple[Path, list[Adapter | None]]:
-    """A checkpoint, and no adapter, one of inner layers, one of the head, one of the embedding and the head, and the
-    same with DoRA."""
+    """Return a checkpoint; no adapter, one of inner layers, one of the head, one of the embedding and the head, and the
+    latter with DoRA."""
     checkpoint = root / "llama"
     make_checkpoint(checkpoint, "llama")
     outer = ["embed_tokens", "lm_head", "down_proj"]
@@ -120,7 +120,8 @@ def test_same_bits_alone_and_in_a_crowd(root: Path, dtype: str) -> None:
     ),
 )
 def test_several_ranks(tensor: int, pipeline: int, quantization: str, root: Path) -> None:
-    """With --quantization each tensor-parallel rank has scales of its own, so only a pipeline computes the same."""
+    """With --quantization, each tensor-parallel rank has scales of its own, so only pipeline parallelism gives the same
+    bits."""
     checkpoint, adapters = llama(root)
     requests = ask_all(adapters)
     options = OPTIONS | {"quantization": quantization}
@@ -137,7 +138,7 @@ def find_targets(checkpoint: Path) -> dict[str, LoRATarget]:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_copies_of_the_base_must_be_equal(is_tied: bool, tmp_path: Path) -> None:
-    """PEFT stores them beside adapters of the embedding and the head."""
+    """PEFT stores copies of the base weights with adapters of the embedding and the head."""
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, "llama", tie_word_embeddings=is_tied)
     make_adapter(checkpoint, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head"])

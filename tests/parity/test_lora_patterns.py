@@ -1,4 +1,4 @@
-"""rank_pattern and alpha_pattern name the modules that they name in PEFT."""
+"""rank_pattern and alpha_pattern match the same modules as in PEFT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.adapters import check_as_peft, make_adapter
 from support.engine import generate, make_engine
 from support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 
 LAYERS = [f"model.layers.{layer}" for layer in (0, 1, 10, 11)]
 MODULES = [

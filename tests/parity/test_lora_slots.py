@@ -1,4 +1,4 @@
-"""More adapters than slots: what each computes does not depend on which slot it has, or on how often it was loaded."""
+"""More adapters than slots: results do not depend on an adapter's slot, or on how often it was loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.adapter_files import write_adapter
 from support.adapter_requests import OPTIONS, PROMPTS, ask, ask_all, check_equal, llama
 from support.engine import generate, make_engine
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_200_adapters_of_which_8_are_resident(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is loaded once, requests are answered in their order, and each as if all adapters were resident."""
+    """Each is loaded once, requests are answered in order, and results are the same as if all adapters were
+    resident."""
     checkpoint, _ = llama(root)
     layers = {f"model.layers.{layer}.self_attn.o_proj": (60, 96) for layer in range(3)}
     adapters = [write_adapter(tmp_path / str(number), layers, 2 + number % 5, number) for number in range(200)]
@@ -50,7 +51,7 @@ def test_200_adapters_of_which_8_are_resident(root: Path, tmp_path: Path, monkey
 def test_adapters_are_kept_in_host_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch, max_kept: int | None, num_reads: int
 ) -> None:
-    """Four take turns in one slot, twice: the least recently used one is read from its files again."""
+    """Four adapters take turns in one slot, twice: the least recently used one is read from its files again."""
     checkpoint, adapters = llama(root)
     requests = ask_all(adapters, logprobs=2)
     expected = generate(make_engine(checkpoint, **OPTIONS), requests)
@@ -62,7 +63,7 @@ def test_adapters_are_kept_in_host_memory(
 
     monkeypatch.setattr(weights, "read_adapter", count)
     engine = make_engine(checkpoint, max_loras=1, max_cpu_loras=max_kept, **OPTIONS)
-    for adapter in [*adapters, *adapters]:  # one after the other: which of several comes first depends on the machine
+    for adapter in [*adapters, *adapters]:  # one at a time: the order of concurrent requests depends on the machine
         check_equal(generate(engine, [one for one in requests if one.adapter is adapter]), expected)
     assert len(read) == num_reads
 
@@ -80,12 +81,12 @@ def test_a_gpu_is_filled_from_files_kept_in_host_memory(root: Path, monkeypatch:
     )
     for number in (0, 1, 0, 2, 0, 1):
         loader.load(0, chosen[number])
-    assert len(read) == 4  # the second one was pushed out
+    assert len(read) == 4  # the second one was evicted
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_adapters_that_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch, caching: bool) -> None:
-    """Requests that are preempted, because another adapter gets the slot, go on with the same bits."""
+    """Requests that are preempted because another adapter gets the slot continue with the same bits."""
     checkpoint, adapters = llama(root)
     requests = ask_all(adapters, temperature=1.0, logprobs=2)
     expected = generate(make_engine(checkpoint, **OPTIONS), requests)

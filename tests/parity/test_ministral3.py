@@ -1,4 +1,4 @@
-"""Ministral 3 with other temperatures of its queries than the published one, with and without yarn."""
+"""Ministral 3 with query temperatures that differ from the published ones, with and without YaRN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family's decoder against transformers, without the engine: logprobs, greedy tokens, kinds of checkpoint."""
+"""Every family's decoder against transformers, without the engine: logprobs, greedy tokens, kinds of checkpoints."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ REFERENCE = Kernels(
     quantise_int8=PORTABLE.quantise_int8,
     pack_experts=moe.pack_experts,
 )
-# Of a logprob in float32, beside transformers in float64. In float32, transformers itself is off by up to 4e-4.
+# For logprobs in float32, compared with transformers in float64. In float32, transformers itself is off by up to 4e-4.
 TOLERANCE = 2e-4
-HYBRID_TOLERANCE = 5e-4  # gates that amplify roundings: 2.1e-4 without compiled kernels on a Xeon with AMX
-LENGTHS = (1, 2, 15, 16, 17, 40, 131, 150)  # blocks are of 16, windows of 21 and 37, key tiles of 128 tokens
+HYBRID_TOLERANCE = 5e-4  # gates amplify rounding errors: 2.1e-4 without compiled kernels on a Xeon with AMX
+LENGTHS = (1, 2, 15, 16, 17, 40, 131, 150)  # blocks have 16, windows 21 and 37, key tiles 128 tokens
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -75,7 +75,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "num_attention_heads": 5, "hidden_size": 65}),
     "llama-no-groups": ("llama", {"num_key_value_heads": 6, "num_hidden_layers": 1, "head_dim": 10}),
-    "llama-compiled": ("llama", {"head_dim": 16}),  # the other sizes of heads have no compiled attention
+    "llama-compiled": ("llama", {"head_dim": 16}),  # other head sizes have no compiled attention
     "mistral-compiled": ("mistral", {"head_dim": 24}),
     "gpt2-compiled": ("gpt2", {"n_embd": 96}),
     "llama4-compiled": ("llama4_text", {"head_dim": 16, "rope": "llama3"}),
@@ -260,7 +260,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {
             "head_dim": 16,
-            # With 500 one token's router is undecided between two experts by 5e-5, and rounding decides.
+            # With 500, one token's router decides between two experts by 5e-5, so by rounding.
             "rope_parameters": {**ROPE_SCALINGS["yarn"], "rope_theta": 700.0, "truncate": False},
             "attention_bias": False,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
@@ -297,8 +297,8 @@ def test_float32(variant: str, tmp_path: Path) -> None:
         error = (ours - theirs).abs().max()
         assert error < (HYBRID_TOLERANCE if family in HYBRIDS else TOLERANCE)
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-        assert torch.equal(ours, again)  # promise 3, to the last bit
-    assert whole[-1].max(-1).values.exp().mean() > 0.05  # against 1/331: not a flat distribution, where all would agree
+        assert torch.equal(ours, again)  # to the last bit
+    assert whole[-1].max(-1).values.exp().mean() > 0.05  # 1/331 would be a flat distribution, which proves nothing
 
 
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES))
@@ -335,7 +335,7 @@ def test_greedy_decode(variant: str, tmp_path: Path) -> None:
 
 
 def test_dynamic_rope_beyond_its_length(tmp_path: Path) -> None:
-    """Generation across the trained length, where transformers changes the base with every token."""
+    """Generation continues past the trained length, where transformers changes the base with every token."""
     make_checkpoint(tmp_path, "llama", rope="dynamic", max_position_embeddings=64)
     spec, decoder = load(tmp_path)
     assert spec.max_position == 128
@@ -346,7 +346,7 @@ def test_dynamic_rope_beyond_its_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", mostly_slow(FAMILIES))
 def test_bfloat16(variant: str, tmp_path: Path) -> None:
-    """The logprobs of float32's greedy tokens differ by less than 0.05 on average, about as transformers'."""
+    """The logprobs of float32's greedy tokens differ by less than 0.05 on average, as do transformers' own."""
     chosen = prompts(make_checkpoint(tmp_path, variant, std=0.1))
     spec, decoder = load(tmp_path, torch.bfloat16)
     ours = torch.cat(Harness(spec, decoder, torch.bfloat16).logprobs(chosen, max_chunk=50))
@@ -386,7 +386,7 @@ WITHOUT_YARN = ("gpt2", "opt", "gptj", "phi3", "qwen", "llama4_text", "bloom", "
 
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_old_config_and_shards(family: str, tmp_path: Path) -> None:
-    """What transformers 4 wrote, in several files, is the same model."""
+    """Files in transformers 4's format, with several shards, are the same model."""
     new, old = tmp_path / "new", tmp_path / "old"
     rope = {} if family in WITHOUT_YARN else {"rope": "yarn"}
     chosen = prompts(make_checkpoint(new, family, **rope))

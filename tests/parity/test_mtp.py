@@ -150,7 +150,7 @@ def test_as_on_a_gpu(deepseek: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_stored_as_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSeek-V3 is published: the MTP layer in blocks too, but for its projection."""
+    """As in published DeepSeek-V3 checkpoints, the MTP layer is in blocks too, except for its projection."""
     monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
     make_mtp_checkpoint(tmp_path / "plain", "deepseek_v3")
     pack_checkpoint(tmp_path, "fp8-native", lambda name: is_linear(name) and "eh_proj" not in name)
@@ -168,8 +168,8 @@ def test_weights_stored_as_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def add_feed_forward(directory: Path, hidden_size: int, inner_size: int) -> Adapter:
-    """Add the shared experts of the last layer to an adapter of rank 4: PEFT writes those of a family with routed
-    experts only beside these."""
+    """Add the last layer's shared experts to an adapter of rank 4. For a family with routed experts, PEFT writes the
+    routed ones only together with the shared ones."""
     path = directory / "adapter_model.safetensors"
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(5)
@@ -184,10 +184,10 @@ def add_feed_forward(directory: Path, hidden_size: int, inner_size: int) -> Adap
     return describe(directory)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}], ids=["one rank", "two ranks"])
 def test_with_adapters_and_vectors(how: dict[str, object], deepseek: Case, tmp_path: Path) -> None:
-    """The last layer computes all tokens, whichever of them are wanted."""
+    """The last layer computes all tokens, even those that are not needed."""
     make_adapter(deepseek.directory, tmp_path / "adapter", "deepseek_v3")
     adapter = add_feed_forward(tmp_path / "adapter", 60, 37)
     requests = [

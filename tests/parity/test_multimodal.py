@@ -1,4 +1,4 @@
-"""The text part of models that read images: the same log-probabilities as the whole model in transformers."""
+"""The text part of multimodal models: the same logprobs as the whole model in transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAST = (
 
 
 def as_published(directory: Path, architecture: str) -> None:
-    """Name the tensors as the publishers do, or else as transformers 5 holds them in memory."""
+    """Name the tensors as publishers do, or else as transformers 5 holds them in memory."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     parts = ("vision_tower", "multi_modal_projector", "visual", "vision_model", "connector", "image_newline")
@@ -101,7 +101,7 @@ def test_the_dtype_may_be_that_of_the_text_part(tmp_path: Path) -> None:
 
 
 def test_stacks_as_qwen_publishes_them(tmp_path: Path) -> None:
-    """As (experts, inputs, outputs); transformers writes outputs first."""
+    """Qwen stores stacks as (experts, inputs, outputs); transformers puts outputs first."""
     make_multimodal_checkpoint(tmp_path, "Qwen3VLMoeForConditionalGeneration")
     expected = Harness(*load(tmp_path), torch.float32).logprobs([PROMPT])[0]
     path = tmp_path / "model.safetensors"
@@ -137,7 +137,8 @@ def test_quantised_experts_of_qwen3_vl_are_modules() -> None:
 
 @pytest.mark.parametrize("keeps_text_config", [False, True])
 def test_qwens_decoder_may_be_described_beside_the_images(keeps_text_config: bool) -> None:
-    """As Qwen published it, and as transformers 4.52 to 4.56 wrote it."""
+    """Text settings may be at the top level of config.json, as Qwen published it and as transformers 4.52 to 4.56 wrote
+    it."""
     raw = multimodal_config_of("Qwen2_5_VLForConditionalGeneration")
     expected, _ = read_model(raw)
     text = raw["text_config"]
@@ -153,7 +154,7 @@ def test_qwens_decoder_may_be_described_beside_the_images(keeps_text_config: boo
 
 
 def test_published_smolvlm() -> None:
-    """As HuggingFaceTB/SmolVLM-256M-Instruct has it."""
+    """The config is that of HuggingFaceTB/SmolVLM-256M-Instruct."""
     raw = {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "image_token_id": 49190,
@@ -192,7 +193,7 @@ def test_published_smolvlm() -> None:
 
 
 def test_published_gemma3_leaves_out_defaults() -> None:
-    """As google/gemma-3-4b-it does."""
+    """The config is that of google/gemma-3-4b-it."""
     raw = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "boi_token_index": 255999,

@@ -1,4 +1,4 @@
-"""gpt-oss with experts stored as MXFP4 is the model that transformers makes of the same blocks."""
+"""gpt-oss with experts stored as MXFP4 is the model that transformers builds from the same blocks."""
 
 from __future__ import annotations
 

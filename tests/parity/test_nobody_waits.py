@@ -1,5 +1,5 @@
-"""Steps on a GPU, over tensors without numbers: the host never waits, and in a captured step nothing comes from the
-host or needs to be compiled."""
+"""Steps on a GPU, with tensors that hold no numbers: the host never waits, and a captured step copies nothing from the
+host and compiles nothing."""
 
 from __future__ import annotations
 

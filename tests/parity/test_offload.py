@@ -1,5 +1,5 @@
-"""Blocks that come back from host memory: the same ids and the same bits of log-probabilities as without any cache, for
-every kind of KV and every distribution over ranks."""
+"""Blocks read back from host memory: the same ids and logprob bits as without any cache, for every kind of KV cache and
+every parallel layout."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_requ
 from support.speculation import NGRAM, draft_freely
 from support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 OPTIONS: dict[str, object] = {"block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 64, "max_num_seqs": 4}
-HOWS: dict[str, tuple[str, dict[str, object]]] = {  # a family, and options
+HOWS: dict[str, tuple[str, dict[str, object]]] = {  # family, options
     "plain": ("llama", {}),
     "two ranks": ("qwen2", {"tensor": 2}),
     "stages of two ranks": ("llama", {"tensor": 2, "pipeline": 2}),
@@ -47,7 +47,7 @@ HOWS: dict[str, tuple[str, dict[str, object]]] = {  # a family, and options
 def make_turns(
     vocab_size: int, adapters: Sequence[Adapter | None] = (None,), max_tokens: int = 6
 ) -> list[list[Request]]:
-    """Three turns of six conversations, each of which begins with what the one before had, in another order."""
+    """Return three turns of six conversations, in changing order. Each turn begins with the conversation so far."""
     rng = random.Random(3)
     texts = [[rng.randrange(1, vocab_size) for _ in range(30)] for _ in range(6)]
     turns = []
@@ -69,7 +69,7 @@ def run(engine: EngineCore, turns: Sequence[Sequence[Request]]) -> dict[int, Res
 
 
 def small_cache(directory: Path, **options: object) -> dict[str, object]:
-    """A cache for one request of full length and a little more."""
+    """Return the size of a cache for slightly more than one request of full length."""
     one_rank = {name: value for name, value in options.items() if name in ("kv_cache_dtype", "quantization")}
     layout = make_engine(directory, **OPTIONS | one_rank).layout
     num_blocks = layout.blocks_per_request(96, 64) + 2
@@ -129,7 +129,7 @@ def test_adapters_and_preemption(tmp_path: Path) -> None:
 @pytest.mark.pairs("grammar + KV offload", "tools + KV offload", "int4 + KV offload", "n + KV offload")
 @pytest.mark.parametrize("weights", [{}, {"quantization": "int4-g32"}], ids=["bfloat16", "int4"])
 def test_grammars_calls_and_choices(weights: dict[str, object]) -> None:
-    """Two choices of every conversation, a third of which must be JSON and a third a call."""
+    """Two choices of every conversation; a third of the requests must be JSON and a third a call."""
     grammars = ["", compile_grammar(json=SCHEMA, disable_any_whitespace=True), compile_grammar(grammar=CALL)]
 
     def make(request: Request, choice: int) -> Request:
@@ -151,7 +151,7 @@ def test_grammars_calls_and_choices(weights: dict[str, object]) -> None:
 
 @pytest.mark.pairs("embeddings + KV offload")
 def test_vectors(tmp_path: Path) -> None:
-    """Prompts that come again, after others have taken their place."""
+    """Prompts are repeated after others have evicted them."""
     vocab_size = make_pooled_checkpoint(tmp_path, "Qwen3Model")
     rng = random.Random(3)
     requests = [pooling_request(number, [rng.randrange(1, vocab_size) for _ in range(60)]) for number in range(6)]
@@ -165,7 +165,7 @@ def test_vectors(tmp_path: Path) -> None:
 
 
 def test_steps_that_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: a step is scheduled before the one before it has a result."""
+    """As on a GPU, each step is scheduled before the previous one has a result."""
     turns = make_turns(make_checkpoint(tmp_path, "llama"))
     expected = run(make_engine(tmp_path, **OPTIONS, enable_prefix_caching=False), turns)
     engine = make_gpu_engine(tmp_path, monkeypatch, **OPTIONS | small_cache(tmp_path))
@@ -190,8 +190,8 @@ def finish_writes(engine: EngineCore) -> None:
 
 @pytest.mark.parametrize("ranks", mostly_slow([1, 2], [2]))
 def test_on_disk(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More blocks than host memory holds, engines one after another, and damage to every second file."""
-    monkeypatch.setattr(TokenBudget, "seconds_per_token", 1.0)  # any disk is faster
+    """More blocks than host memory holds, several engines in sequence, and damage to every second file."""
+    monkeypatch.setattr(TokenBudget, "seconds_per_token", 1.0)  # any disk is faster than recomputing
     turns = make_turns(make_checkpoint(tmp_path / "model", "gemma3_text"))
     expected = run(make_engine(tmp_path / "model", **OPTIONS, tensor=ranks, enable_prefix_caching=False), turns)
     sizes = small_cache(tmp_path / "model", tensor=ranks)

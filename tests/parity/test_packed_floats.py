@@ -1,4 +1,4 @@
-"""fp8, int8, NVFP4 and bitsandbytes checkpoints are the models that transformers makes of the same numbers."""
+"""fp8, int8, NVFP4 and bitsandbytes checkpoints are the models that transformers builds from the same numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compare_ranks(directory: Path, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("form", mostly_slow(CONFIGS, ("fp8-native",)))
 def test_trained_weights(form: str, tmp_path: Path) -> None:
-    """Those of the demo model."""
+    """Uses the demo model's weights."""
     shutil.copytree(resolve_model("demo"), tmp_path / "plain")
     pack_checkpoint(tmp_path, form)
     spec, decoder = load(tmp_path / "packed")
@@ -66,7 +66,8 @@ def test_trained_weights(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [{"hidden_size": 48, "intermediate_size": 37}, {"hidden_size": 52, "head_dim": 10}])
 @pytest.mark.parametrize("form", mostly_slow(["nf4", "nf4-nested"], ["nf4-nested"]))
 def test_rows_that_are_not_whole_blocks(form: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    """bitsandbytes divides all numbers of a matrix into blocks, and two numbers of different rows may share a byte."""
+    """bitsandbytes divides a matrix into blocks regardless of rows, so a byte may hold two numbers of different
+    rows."""
     prompts = random_prompts(make_packed(tmp_path, "llama", form, **sizes))
     check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
     compare_ranks(tmp_path, prompts)
@@ -112,7 +113,7 @@ def test_8_bit_floats_stay_packed(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
 def test_8_bit_floats_are_quantised_again(quantization: str, tmp_path: Path) -> None:
-    """As the same numbers in floating point would be."""
+    """They give the same result as the same numbers in floating point."""
     prompts = random_prompts(make_packed(tmp_path, "llama", "fp8-native"))
     wanted = [greedy(number, prompt, 6, logprobs=0) for number, prompt in enumerate(prompts)]
     expected, found = (
@@ -163,7 +164,7 @@ def test_what_does_not_fit_is_named(
 
 @pytest.mark.parametrize("form", ["fp8-channel", "nvfp4"])
 def test_quantised_experts_of_llama_4_are_modules(form: str, tmp_path: Path) -> None:
-    """They are stacks in other checkpoints."""
+    """Other checkpoints store them as stacks."""
     vocab_size = make_packed(tmp_path, "llama4_text", form, intermediate_size_mlp=96)
     paths = [tmp_path / kind / "model.safetensors" for kind in ("plain", "packed")]
     plain, stored = map(load_file, paths)
@@ -188,7 +189,7 @@ def test_quantised_experts_of_llama_4_are_modules(form: str, tmp_path: Path) -> 
 
 
 def make_stacks(directory: Path, family: str, form: str) -> int:
-    """The experts of a layer are one tensor, as is what they have of scales."""
+    """Store the experts of a layer, and their scales, as one tensor each."""
     vocab_size = make_packed(directory, family, form)
     paths = [directory / kind / "model.safetensors" for kind in ("plain", "packed")]
     plain, stored = map(load_file, paths)
@@ -218,7 +219,7 @@ def test_stacks_of_8_bit_floats(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", mostly_slow(["autofp8", "nf4", "torchao-int8"], ["nf4"]))
 def test_gpt_oss_in_other_formats_than_its_own(form: str, tmp_path: Path) -> None:
-    """Its experts are stacks, which 8-bit floats may fill."""
+    """Its experts are stacks, which may be in fp8."""
     prompts = random_prompts(make_packed(tmp_path, "gpt_oss", form))
     if form == "autofp8":
         paths = [tmp_path / kind / "model.safetensors" for kind in ("plain", "packed")]
@@ -234,7 +235,7 @@ def test_gpt_oss_in_other_formats_than_its_own(form: str, tmp_path: Path) -> Non
 
 
 def make_fbgemm_llama_4(directory: Path) -> int:
-    """Experts are stacks of 8-bit floats (experts, inputs, outputs), with scales as transformers declares them."""
+    """Write experts as fp8 stacks (experts, inputs, outputs), with scales as transformers declares them."""
     vocab_size = make_packed(directory, "llama4_text", "fbgemm", intermediate_size_mlp=96)
     paths = [directory / kind / "model.safetensors" for kind in ("plain", "packed")]
     plain, stored = map(load_file, paths)

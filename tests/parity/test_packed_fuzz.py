@@ -1,4 +1,4 @@
-"""Whatever is wrong with a quantised checkpoint, it loads, or one error says what does not fit."""
+"""Any damage to a quantised checkpoint either leaves it loadable or gives one error that says what does not fit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_form(directory: Path, family: str, form: str) -> Path:
 
 
 def list_paths(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The keys and indices that lead to all parts of a JSON value."""
+    """Yield the keys and indices that lead to all parts of a JSON value."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -65,7 +65,7 @@ def list_paths(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tupl
 
 
 def change_tensor(tensor: Tensor, change: str, dtype: torch.dtype, seed: int) -> Tensor | None:
-    """None: it is gone."""
+    """Change a tensor. Returns None if it is removed."""
     if change == "drop":
         return None
     if change == "cut":
@@ -83,7 +83,7 @@ def change_tensor(tensor: Tensor, change: str, dtype: torch.dtype, seed: int) ->
 
 @st.composite
 def faults(draw: st.DrawFn, directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """config.json, tensors, and what the error must name: the tensor's module, or nothing in particular."""
+    """Return config.json, tensors, and what the error must name: the tensor's module, or nothing in particular."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     if draw(st.booleans()):
@@ -119,15 +119,15 @@ def test_faults_are_named(form: str, checkpoints: dict[str, Path], data: st.Data
 
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "phi3", "gpt_neox")
-PAIRS = [  # each form with two families
+PAIRS = [  # each format with two families
     (FAMILIES[(index + offset) % len(FAMILIES)], form) for index, form in enumerate(FORMS) for offset in (0, 1)
 ]
 
 
 @pytest.mark.parametrize(("family", "form"), mostly_slow(PAIRS, [PAIRS[2], PAIRS[7]]))
 def test_every_change_of_every_form_is_named(family: str, form: str, tmp_path: Path) -> None:
-    """Each kind of change to one tensor of each kind that the form has: with experts, latent attention and projections
-    in one tensor."""
+    """Makes each kind of change to one tensor of each kind in the format: with experts, latent attention and fused
+    projections."""
     directory = make_form(tmp_path, family, form)
     tensors = load_file(directory / "model.safetensors")
     shutil.copy(directory / "config.json", tmp_path)
@@ -135,7 +135,7 @@ def test_every_change_of_every_form_is_named(family: str, form: str, tmp_path: P
     refused = set()
     for kind, name in by_kind.items():
         if "." in kind and "quant" not in kind and "weight." not in kind:
-            continue  # not of a quantised module
+            continue  # not part of a quantised module
         for change in CHANGES:
             changed = change_tensor(tensors[name], change, torch.int64, seed=3)
             rest = {other: tensor for other, tensor in tensors.items() if other != name}
@@ -167,7 +167,7 @@ def test_damage_to_a_gguf_file_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bytes that differ: of the metadata, the vocabulary among it, or of tensors."""
+    """Bytes of the metadata (including the vocabulary) or of tensors differ."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{in_header}-{place}-{change}-{length}"))
     content = bytearray(gguf_file.read_bytes())
     begin = min(tensor.start for tensor in read_gguf(gguf_file).tensors.values())

@@ -1,5 +1,5 @@
-"""LM heads and embeddings that checkpoints store packed have the values that they stand for, on any ranks; what is
-quantised while loading is the same on any stages."""
+"""Packed LM heads and embeddings of checkpoints have the values that they represent, on any ranks; those quantised
+while loading are the same on any stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRIDS = ({}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2})
 
 
 def check(served: Path, plain: Path) -> None:
-    """Compare log-probabilities with transformers, and greedy tokens on several ranks with those of `plain`."""
+    """Compare logprobs with transformers, and the greedy tokens of several ranks with those of `plain`."""
     check_logprobs(served, plain, PROMPTS)
     wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(PROMPTS)]
     expected = generate(make_engine(plain, dtype="float32"), wanted)
@@ -46,7 +46,7 @@ def test_tied_tables_of_gguf_files(storage: str, tmp_path: Path, monkeypatch: py
 
 
 def test_a_head_of_gptq(tmp_path: Path) -> None:
-    """`lm_head` of its config says that the head is packed."""
+    """`lm_head` in the config says that the head is packed."""
     ends = ("proj.weight", "head.weight")
     make_packed(tmp_path, "llama", Packing("gptq", has_order=True), choose=lambda name: name.endswith(ends))
     path = tmp_path / "packed" / "config.json"
@@ -59,13 +59,13 @@ def test_a_head_of_gptq(tmp_path: Path) -> None:
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
     save_file(kept | {"lm_head.weight": plain["lm_head.weight"]}, tmp_path / "packed" / "model.safetensors")
-    check(tmp_path / "packed", tmp_path / "plain")  # the config promises more than there is
+    check(tmp_path / "packed", tmp_path / "plain")  # the config promises more than the file holds
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("packing", ["awq", "int8"])
 def test_tables_in_int8_on_several_stages(packing: str, is_tied: bool, tmp_path: Path) -> None:
-    """In bfloat16. The first of two stages has a table of its own."""
+    """In bfloat16. The first of two stages has its own table."""
     directory, options = tmp_path / "packed", {}
     if packing == "awq":
         make_packed(tmp_path, "llama", Packing("awq"), choose=is_linear, tie_word_embeddings=is_tied)

@@ -1,4 +1,5 @@
-"""AWQ, GPTQ and pack-quantized checkpoints are the models that transformers makes of the same numbers, on any ranks."""
+"""AWQ, GPTQ and pack-quantized checkpoints are the models that transformers builds from the same numbers, on any
+ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_activations_that_autoawq_scales(family: str, tmp_path: Path) -> None:
 
 
 def test_modules_of_gpt2(tmp_path: Path) -> None:
-    """Its checkpoints have weights transposed, but packed ones have not."""
+    """GPT-2 checkpoints store weights transposed, but packed ones do not."""
     names = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")
     check(tmp_path, make_packed(tmp_path, "gpt2", PACKINGS["gptq"], choose=lambda name: name.endswith(names)))
 
@@ -91,7 +92,7 @@ FAST_RANKED = [("llama", name) for name in ("gptq-order", "w4a16-asymmetric")] +
 
 @pytest.mark.parametrize(("family", "name"), mostly_slow(RANKED, FAST_RANKED))
 def test_several_ranks(family: str, name: str, tmp_path: Path) -> None:
-    """Ranks begin amid words and groups."""
+    """Ranks begin in the middle of words and groups."""
     prompts = random_prompts(make_packed(tmp_path, family, PACKINGS[name]))
     compare_ranks(tmp_path, prompts, [{}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2}])
 
@@ -102,7 +103,7 @@ def compare_ranks(directory: Path, prompts: list[list[int]], grids: list[dict[st
 
 @pytest.mark.parametrize("name", mostly_slow(PACKINGS, ("awq",)))
 def test_trained_weights(name: str, tmp_path: Path) -> None:
-    """Those of the demo model."""
+    """Uses the demo model's weights."""
     shutil.copytree(resolve_model("demo"), tmp_path / "plain")
     pack_checkpoint(tmp_path / "plain", tmp_path / "packed", PACKINGS[name])
     check(tmp_path, 4096)
@@ -110,7 +111,7 @@ def test_trained_weights(name: str, tmp_path: Path) -> None:
 
 
 def test_the_head_and_biases_of_zeros(tmp_path: Path) -> None:
-    """GPTQModel packs the head too where it is told to; AutoGPTQ writes biases that the model does not have."""
+    """GPTQModel can pack the head too; AutoGPTQ writes biases that the model does not have."""
     vocab_size = make_packed(
         tmp_path, "llama", PACKINGS["gptq"], choose=lambda name: name.endswith(("proj.weight", "head.weight"))
     )
@@ -126,7 +127,7 @@ def test_the_head_and_biases_of_zeros(tmp_path: Path) -> None:
 
 
 def test_modules_that_differ(tmp_path: Path) -> None:
-    """`dynamic` of GPTQModel: other bits for some modules, none for others; q, k and v may differ too."""
+    """GPTQModel's `dynamic` sets other bits for some modules, none for others; q, k and v may differ too."""
     wider = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj")
     make_packed(tmp_path / "8", "llama", Packing("gptq", bits=8))
     vocab_size = make_packed(
@@ -147,7 +148,7 @@ def test_modules_that_differ(tmp_path: Path) -> None:
 
 
 def test_settings_of_autoround_for_modules(tmp_path: Path) -> None:
-    """Its layout is that of GPTQ; one module is not quantised."""
+    """The layout is that of GPTQ; one module is not quantised."""
     left_out = "model.layers.1.mlp.up_proj"
     vocab_size = make_packed(
         tmp_path, "llama", PACKINGS["gptq"], choose=lambda name: is_linear(name) and left_out not in name

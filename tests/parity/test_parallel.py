@@ -1,7 +1,7 @@
-"""Any number of ranks gives the tokens of one: every family, sizes that do not divide, every way to sample.
+"""Any number of ranks gives the tokens of one: every family, sizes that do not divide evenly, every way to sample.
 
-Ranks are threads (`support.ranks`), which check that all of a group make the same calls. What one rank computes is
-compared with transformers elsewhere.
+Ranks are threads (`support.ranks`), which check that all ranks of a group make the same calls. Other tests compare a
+single rank with transformers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from support.matrix import mostly_slow
 from support.ranks import ThreadExecutor
 from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
-GRIDS = [(2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (1, 3), (2, 2)]  # tensor x pipeline; 8: more than any has heads
-EXPERT_GRIDS = [(2, 1), (3, 1), (7, 1), (2, 2)]  # of 5 whole experts
-TOLERANCE = 1e-4  # of a logprob, float32
+GRIDS = [(2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (1, 3), (2, 2)]  # tensor x pipeline; 8: more than any model has heads
+EXPERT_GRIDS = [(2, 1), (3, 1), (7, 1), (2, 2)]  # with 5 whole experts
+TOLERANCE = 1e-4  # for logprobs in float32
 STYLES: list[dict[str, object]] = [
     {"temperature": 0.0},
     {"temperature": 0.0},
@@ -57,7 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @lru_cache(maxsize=1)  # one family at a time
 def case(family: str, root: Path) -> tuple[Path, list[Request], dict[int, Result]]:
-    """A checkpoint, requests, and what one rank makes of them."""
+    """Return a checkpoint, requests, and the results of one rank."""
     directory = root / family
     wanted = requests(make_checkpoint(directory, family))
     return directory, wanted, generate(make_engine(directory, block_size=8), wanted)
@@ -109,7 +109,7 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
 
 
 ODD: list[tuple[str, dict[str, object], dict[str, object]]] = [
-    ("llama", {"tensor": 3}, {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 4}),  # ragged
+    ("llama", {"tensor": 3}, {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 4}),  # uneven
     ("llama", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}),
     (
         "llama",
@@ -117,7 +117,7 @@ ODD: list[tuple[str, dict[str, object], dict[str, object]]] = [
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     ("llama", {"tensor": 2, "split": (3, 1)}, {}),
-    ("stablelm", {"tensor": 7, "pipeline": 2}, {"qk_layernorm": True}),  # norms of heads, a rank without any
+    ("stablelm", {"tensor": 7, "pipeline": 2}, {"qk_layernorm": True}),  # per-head norms, a rank without heads
     ("gpt2", {"tensor": 3, "split": (1, 60, 10)}, {}),  # the first rank, which adds the biases, has no head
     ("qwen3", {"pipeline": 3, "layers": (2, 1, 2)}, {"num_hidden_layers": 5}),
     ("mistral", {"tensor": 2, "pipeline": 2, "split": (1, 2), "layers": (1, 2)}, {}),
@@ -126,16 +126,16 @@ ODD: list[tuple[str, dict[str, object], dict[str, object]]] = [
         "olmo2",
         {"tensor": 3},
         {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 2},
-    ),  # shared keys
+    ),  # shared KV
     ("stablelm", {"tensor": 3}, {"use_parallel_residual": True}),
     ("gpt_oss", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}),  # sinks
     ("deepseek_v2", {"tensor": 5, "split": (1, 1, 60, 1, 1)}, {"attention_bias": True, "q_lora_rank": 9}),
     ("stablelm", {"tensor": 2, "pipeline": 2}, {"use_parallel_residual": True}),
     ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),
     ("gpt_neox", {"tensor": 3, "split": (3, 1, 1)}, {"use_parallel_residual": False, "attention_bias": False}),
-    ("falcon", {"tensor": 3}, {"new_decoder_architecture": False}),  # all ranks have the one key and value head
+    ("falcon", {"tensor": 3}, {"new_decoder_architecture": False}),  # all ranks hold the single KV head
     ("falcon", {"tensor": 4, "split": (2, 3, 1, 4)}, {"num_ln_in_parallel_attn": 1, "bias": True}),
-    ("falcon", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 28, "num_kv_heads": 4}),  # cut groups
+    ("falcon", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 28, "num_kv_heads": 4}),  # split groups
     ("bloom", {"tensor": 3, "split": (3, 1, 1)}, {"hidden_size": 70, "n_head": 7}),
     ("mpt", {"tensor": 7, "pipeline": 2}, {}),  # a rank without any head
     ("gptj", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
@@ -231,7 +231,7 @@ def test_whole_logits_are_gathered_only_for_rows_that_need_them(tmp_path: Path) 
     vocab_size = make_checkpoint(tmp_path, "llama")
 
     def widest(*wanted: Request) -> int:
-        """Most numbers that a rank gave to one gather."""
+        """Return the largest number of values that a rank contributed to one gather."""
         engine = make_engine(tmp_path, block_size=8, tensor=2)
         generate(engine, wanted)
         executor = engine._executor

@@ -1,4 +1,4 @@
-"""What `plan` predicts for a rank is what the rank holds: weights and KV cache exactly, a step's peak within 3 %."""
+"""The predictions of `plan` for a rank hold: weights and KV cache exactly, a step's peak within 3 %."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ pytestmark = [
     ),
     pytest.mark.skipif(library.find() is None, reason="the plan is for the compiled kernels"),
 ]
-CACHE = 8 << 20  # bytes: about as much as weights and step, so that errors in them show
+CACHE = 8 << 20  # bytes: about as much as weights and step, so that errors in it show
 # Sequences of this length end in the second tile of keys; windows of 21 and 37 tokens reach into both tiles.
 SIZES = {"max_model_len": 140, "kv_cache_memory": CACHE, "device": "cpu"}
 
 
 def largest_batch(step: LargestStep, groups: tuple[GroupLayout, ...], num_blocks: int) -> SchedulerOutput:
-    """As `LargestStep.from_config` counts it; block numbers do not affect memory."""
+    """Count as `LargestStep.from_config` does; block numbers do not affect memory."""
     rows, chunks, left = [], [], step.tokens - step.singles
     for row in range(step.sampled):
         length = step.context if row < step.singles else min(left, step.context)
@@ -57,7 +57,7 @@ def largest_batch(step: LargestStep, groups: tuple[GroupLayout, ...], num_blocks
 
 @dataclass(frozen=True)
 class LoneGroup:
-    """One rank alone: allocates as a shared-memory group does, and sends nothing."""
+    """A rank without peers: allocates as a shared-memory group does, and sends nothing."""
 
     rank: int
     size: int
@@ -81,7 +81,8 @@ class LoneLink:
 
 
 def count_cache_bytes(worker: Worker) -> int:
-    """A rank whose layers hold no KV has blocks of one number, which it does not keep."""
+    """Count the bytes of the cache. A rank whose layers have no KV cache gets blocks of one number, which it does not
+    keep."""
     storages = [cache.untyped_storage() for cache in worker._runner.caches]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     has_kv = any(group.layers for group in worker._kv_groups)
@@ -137,7 +138,7 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "stablelm", "gptj", "mixtral"])
 def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> None:
-    """With compiled attention, whose peak does not hide that of the feed-forward."""
+    """Compiled attention's peak does not hide that of the feed-forward layer."""
     sizes = (
         {"n_embd": 96, "n_head": 6, "n_layer": 3}
         if family.startswith("gpt")
@@ -222,7 +223,7 @@ def test_parallel_halves(family: str, sizes: dict[str, Any], tmp_path: Path) -> 
 def test_experts_as_the_peak(
     family: str, width: int, shared: int | None, dtype: str, quantization: str, tmp_path: Path
 ) -> None:
-    """All tokens of the step are equal, so they all go to the same experts: the worst case, which the plan counts."""
+    """All tokens of the step are equal, so they all use the same experts: the worst case, which the plan counts."""
     sizes = {"hidden_size": 96, "moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
     make_checkpoint(tmp_path, family, **{key: size for key, size in sizes.items() if size}, num_hidden_layers=2)
     how = {"dtype": dtype, "max_num_seqs": 32, "max_num_batched_tokens": 900, "quantization": quantization}
@@ -232,7 +233,7 @@ def test_experts_as_the_peak(
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_whole_experts(quantization: str, tmp_path: Path) -> None:
-    """All are chosen, so that every rank has as much to do as it can have."""
+    """All experts are chosen, so that every rank has its maximal load."""
     make_checkpoint(tmp_path, "qwen2_moe", hidden_size=96, moe_intermediate_size=80, num_experts_per_tok=5)
     for grid in (ParallelLayout(2, 1), ParallelLayout(3, 1), ParallelLayout(7, 1)):
         how = {"max_num_batched_tokens": 900, "quantization": quantization, "enable_expert_parallel": True}

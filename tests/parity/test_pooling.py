@@ -53,7 +53,7 @@ def check(found: dict[int, Tensor], expected: list[Tensor]) -> None:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Shapes of the tensors that are cloned."""
+    """Records the shapes of cloned tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,8 @@ class TestDecoders:
         requests = [pooling_request(n, ids) for n, ids in enumerate(chosen)]
         found, expected = compute_vectors(engine, requests), compute_vectors(exact, requests)
         for number, vector in found.items():
-            # A random Gemma of four norms a layer magnifies rounding: 0.99987 for one token (transformers: 0.99991).
+            # A random Gemma with four norms per layer magnifies rounding: 0.99987 for one token (transformers:
+            # 0.99991).
             least = 0.9998 if architecture.startswith("Gemma") else 0.9999
             assert functional.cosine_similarity(vector, expected[number], dim=0) > least
 
@@ -139,7 +140,7 @@ class TestEncoders:
     @pytest.mark.parametrize("tensor", mostly_slow([1, 2], [2]))
     @pytest.mark.parametrize("architecture", ENCODERS)
     def test_whole_prompts(self, architecture: str, tensor: int, tmp_path: Path) -> None:
-        # With larger weights the layers magnify rounding, also that of transformers, beyond the tolerance.
+        # With larger weights the layers magnify rounding errors, those of transformers included, beyond the tolerance.
         vocab_size = make_pooled_checkpoint(tmp_path, architecture, std=0.15)
         chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
         is_classifier = architecture.endswith("Classification")
@@ -162,8 +163,8 @@ class TestEncoders:
         check(compute_vectors(engine, [pooling_request(n, ids) for n, ids in enumerate(chosen)]), expected)
 
     def test_gte_as_its_authors_publish_it(self, tmp_path: Path) -> None:
-        """NewModel's "ntk" scaling multiplies the base by the factor and divides all frequencies by its power of 2 over
-        the size of a head (12)."""
+        """The "ntk" scaling of NewModel multiplies the base by the factor and divides all frequencies by the factor to
+        the power of 2 over head_dim (12)."""
         theirs = tmp_path / "transformers"
         rope = {"rope_type": "linear", "rope_theta": 20_000.0 * 8.0, "factor": 8.0 ** (2 / 12)}
         vocab_size = make_pooled_checkpoint(theirs, "GteModel", std=0.15, rope_parameters=rope)
@@ -228,7 +229,7 @@ class TestEncoders:
 
 
 class TestTokens:
-    """A vector of each token."""
+    """Vectors of each token."""
 
     def check(self, engine: EngineCore, chosen: list[list[int]], expected: list[Tensor]) -> None:
         requests = [pooling_request(n, ids, pools_tokens=True) for n, ids in enumerate(chosen)]
@@ -240,7 +241,7 @@ class TestTokens:
     @pytest.mark.parametrize("architecture", ["Qwen3Model", "LlamaModel"])
     def test_of_decoders_in_chunks(self, architecture: str, tensor: int, tmp_path: Path) -> None:
         chosen = prompts(make_pooled_checkpoint(tmp_path, architecture))
-        chosen.append(chosen[-1])  # whose blocks are cached
+        chosen.append(chosen[-1])  # its blocks are cached
         engine = make_engine(tmp_path, tensor=tensor, block_size=8, max_num_batched_tokens=24)
         expected = [reference_hidden(tmp_path, architecture, ids) for ids in chosen]
         for _ in range(2):

@@ -1,5 +1,5 @@
-"""Checkpoints that bitsandbytes, compressed-tensors and torchao pack, from random and from trained weights: the models
-that transformers makes of their own dequantised weights. Needs the extra `packers`."""
+"""Checkpoints packed by bitsandbytes, compressed-tensors and torchao, with random and trained weights, are the models
+that transformers builds from their own dequantised weights. Needs the extra `packers`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def check(plain: Path, packed: Path, dequantise: Callable[[torch.nn.Module], Tensor | None], **how: Any) -> None:
-    """Pack by transformers, put what the weights stand for in the place of the plain ones, and compare.
+    """Pack with transformers, write the dequantised weights to the plain checkpoint, and compare.
 
-    dequantise: the weight of a module; None if it is not quantised."""
+    dequantise: returns the weight of a module; None if it is not quantised.
+    """
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, device_map="cpu", **how)
     save_plain(plain, model, dequantise)
     model.save_pretrained(packed)
@@ -109,7 +110,7 @@ def test_torchao(plain: Path, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "MXFP4A16", "W4AFP8"])
 def test_compressed_tensors(plain: Path, scheme: str, tmp_path: Path) -> None:
-    """Scales by the largest and smallest weights."""
+    """Scales come from the largest and smallest weights."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import quantization
     from compressed_tensors.compressors import ModelCompressor

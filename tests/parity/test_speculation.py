@@ -1,7 +1,7 @@
-"""With drafts and without: the same ids and the same bits of their log-probabilities, however they are sampled.
+"""With and without drafts: the same ids and the same logprob bits, however they are sampled.
 
-Drafts are those of a run without them, with some wrong ones, so that drafts of sampled texts are accepted too; in some
-tests those of prompt lookup.
+Drafts are taken from a run without drafts, with some wrong ones, so that drafts of sampled texts are accepted too; some
+tests use prompt lookup.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_every_family(family: str, root: Path) -> None:
     assert_equal(generate(engine, requests, ARRIVALS), expected)
     assert_drafted(engine)
     again = [Request(id=request.id, prompt_ids=request.prompt_ids, sampling=request.sampling) for request in requests]
-    assert_equal(generate(engine, again), expected)  # prefixes are cached, accepted drafts among them
+    assert_equal(generate(engine, again), expected)  # prefixes are cached, including accepted drafts
 
 
 HOWS: dict[str, dict[str, object]] = {
@@ -93,7 +93,7 @@ RANKS: dict[str, dict[str, object]] = {"one rank": {}, "two ranks": {"tensor": 2
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", TEN)
 def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled requests, three choices of a prompt, log-probabilities and calls that a grammar demands."""
+    """Greedy and sampled requests, three choices of a prompt, logprobs, and calls that a grammar requires."""
     monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
     requests = make_requests(make_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE))
     grammar = compile_grammar(grammar=CALL)
@@ -114,7 +114,8 @@ def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pyte
 
 
 def check_adaptive(engine: EngineCore, requests: list[Request], expected: dict[int, Result]) -> None:
-    """Lengths that follow acceptance and the size of the batch, and none in large batches, give the same output."""
+    """Check that the output is the same if draft lengths follow acceptance and batch size, with no drafts in large
+    batches."""
     assert engine._speculator is not None
     engine._speculator.costs = RisingCost()
     lengths = watch_lengths(engine)
@@ -194,7 +195,7 @@ def test_longer_than_the_short_rope_factors(tmp_path: Path) -> None:
 
 
 def test_steps_in_flight_and_captured_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: a sequence with drafts waits for its ids, and its rows are part of a captured step."""
+    """As on a GPU, a sequence with drafts waits for its ids, and its rows are part of a captured step."""
     directory, requests = case("llama", root)
     expected = generate(make_gpu_engine(directory, monkeypatch, **OFF), requests)
     engine = draft_from(make_gpu_engine(directory, monkeypatch, **ON), requests, expected)

@@ -24,7 +24,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def unfold(path: Path, directory: Path) -> Tensor:
-    """Write the checkpoint to the directory. Returns the log-probabilities: (tokens of the prompt, vocabulary)."""
+    """Write the checkpoint to the directory. Returns the logprobs: (tokens of the prompt, vocabulary)."""
     with safe_open(path, framework="pt") as file:
         (directory / "config.json").write_text(file.metadata()["config"])
     tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Models in transformers' own code with our attention, cache and sampler: what `test_engine` does not try of them."""
+"""Models in transformers' own code with our attention, cache and sampler: what `test_engine` does not cover."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(331) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["phi", "gemma2", "gpt_oss"])  # a softcap, sinks: none of OTHERS has one
+@pytest.mark.parametrize("family", ["phi", "gemma2", "gpt_oss"])  # softcap and sinks, which none of OTHERS has
 def test_prompt_logprobs(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, intermediate_size=36)  # transformers' experts need a multiple of 4
     ids = random_ids(90)
@@ -220,7 +220,7 @@ def chunked_attention() -> PreTrainedModel:
     return Llama4ForCausalLM._from_config(config, attn_implementation="serve_llm_trial")
 
 
-def shifted_positions() -> PreTrainedModel:  # to what comes behind that of padding
+def shifted_positions() -> PreTrainedModel:  # shifted to the position after the padding
     config = RobertaConfig(**SMALL, is_decoder=True, pad_token_id=1)
     return RobertaForCausalLM._from_config(config, attn_implementation="serve_llm_trial")
 
@@ -231,7 +231,7 @@ def ignored_positions() -> PreTrainedModel:
     model.model.rotary_emb.register_forward_pre_hook(lambda module, args, kwargs: (args, own), with_kwargs=True)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.normal_(std=0.3)  # as make_checkpoint's: attention then matters
+            weight.normal_(std=0.3)  # as in make_checkpoint, so that attention matters
     return model
 
 
@@ -315,6 +315,6 @@ def test_weights_go_as_they_are_packed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("serve_llm.engine.hf_backend.decoder.PackedLinear", Counted)
     make_checkpoint(tmp_path, "olmo")
     engine_of(tmp_path)
-    assert len(living) == len(counts) == 3 * 7 + 1  # four of attention, three of its MLP, and the head
+    assert len(living) == len(counts) == 3 * 7 + 1  # four for attention, three for the MLP, and the head
     assert counts[-1] == 1
     assert all(count <= len(living) - packed + 4 for packed, count in enumerate(counts))
