@@ -1,4 +1,4 @@
-"""Check the texts of `bench.speculation`."""
+"""Checks of the texts of `bench.speculation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator against a server by script, so that what it counts is known."""
+"""The load generator against a scripted server, so that the expected counts are known."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD = event(choices=[CHOICE]) * 3 + event(choices=[], usage=USAGE) + b"data: [D
 
 
 class Script:
-    """Answers every POST with the same bytes, cut anywhere, and keeps what it was asked."""
+    """Answers every POST with the same bytes, split anywhere, and keeps the requests."""
 
     def __init__(self, body: bytes, status: str = "200 OK") -> None:
         self.body, self.status = body, status

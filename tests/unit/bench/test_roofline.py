@@ -17,9 +17,9 @@ def test_a_step_reads_all_matrices_once_and_each_cache_once() -> None:
     spec, _ = read_model(dict(SMALL))
     matrices = sum(tensor.nbytes for tensor in tensors(SMALL).values() if tensor.dim() == 2)
     one, eight = step_work(spec, [(1, 256)]), step_work(spec, [(1, 256)] * 8)
-    assert one.weight_bytes == eight.weight_bytes == matrices  # the tied head is one of them
+    assert one.weight_bytes == eight.weight_bytes == matrices  # includes the tied head
     assert one.operations - one.parts["attention"][1] == matrices
-    cached = 2 * 2 * 2 * 64 * 2 * 256  # keys and values, layers, heads, numbers of a head, bytes, tokens
+    cached = 2 * 2 * 2 * 64 * 2 * 256  # keys and values, layers, heads, head_dim, bytes, tokens
     assert (one.parts["attention"][0], eight.parts["attention"][0]) == (cached, 8 * cached)
     assert eight.operations == pytest.approx(8 * one.operations)
     int8 = step_work(spec, [(1, 256)], is_int8=True)

@@ -1,4 +1,4 @@
-"""Servers as processes, played by small scripts."""
+"""Servers as processes; small scripts stand in for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from bench.servers import Recipe, StartError, free_port, named, peer, running
 
-# A server with one child process that answers what is asked of a server that has come up.
+# A server with one child process that answers what a client asks a server that has just started.
 SCRIPT = """
 import http.server, subprocess, sys
 subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
@@ -39,7 +39,7 @@ def test_a_server_is_started_paused_resumed_and_ended_with_its_children() -> Non
         assert {process.status() for process in tree} == {psutil.STATUS_STOPPED}
         server.resume()
         assert psutil.STATUS_STOPPED not in {process.status() for process in tree}
-        server.pause()  # also ended from here
+        server.pause()  # a paused server can be stopped too
     assert not any(process.is_running() for process in tree)
 
 

@@ -1,4 +1,4 @@
-"""The simulator: nothing is lost or counted twice, and its times are those of a schedule worked out by hand."""
+"""The simulator: nothing is lost or counted twice, and its times match a schedule calculated by hand."""
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ def test_one_replica_follows_the_schedule_worked_out_by_hand() -> None:
     report = simulator.run()
     first, second = simulator.streams
     assert first is not None and second is not None
-    # The first is at the engine at 0.5. Its prompt takes 1 + 100 * 0.01 s, and ends at 2.5 with its first token.
+    # The first request reaches the engine at 0.5. Its prompt takes 1 + 100 * 0.01 s and ends at 2.5 with its first
+    # token.
     assert first.first_token == pytest.approx(2.5)
-    # Then its second token and the other's prompt are one step: 1 + 50 * 0.01 + 0.1 s.
+    # Then its second token and the other prompt share one step: 1 + 50 * 0.01 + 0.1 s.
     assert second.first_token == pytest.approx(4.1)
-    # The last tokens of both are one step: 1 + 2 * 0.1 s.
+    # The last tokens of both share one step: 1 + 2 * 0.1 s.
     assert first.last_token == second.last_token == pytest.approx(5.3)
     assert report.steps == 3 and report.output_tokens == 5
     assert report.seconds == pytest.approx(5.3)
@@ -164,7 +165,7 @@ def test_turns_go_to_the_replica_that_has_their_prefix() -> None:
         by_conversation.setdefault(one.conversation, set()).add(simulator.replicas_of[number])
     assert all(len(replicas) == 1 for replicas in by_conversation.values())
     assert len({index for replicas in by_conversation.values() for index in replicas}) == 4, "they are spread"
-    # Turn k finds the prompts and replies before it, in whole blocks, but for the last token of the reply.
+    # Turn k finds the earlier prompts and replies in whole blocks, except for the last token of the reply.
     said = [160 + 192 * turn for turn in range(4)]
     cached = [(192 * turn - 1) // 16 * 16 for turn in range(1, 4)]
     assert report.hit_rate == pytest.approx(sum(cached) / sum(said))
@@ -253,7 +254,7 @@ def test_costs_are_fitted_to_the_steps_they_came_from() -> None:
     works = [StepWork(rng.randrange(2000), rng.randrange(64), rng.randrange(100_000)) for _ in range(40)]
     fitted = fit_costs([(work, costs.seconds(work)) for work in works])
     assert msgspec.structs.astuple(fitted) == pytest.approx(msgspec.structs.astuple(costs), abs=1e-12)
-    # A term that would be negative is left out.
+    # A term that would be negative is omitted.
     noisy = [(work, 0.01 - 1e-9 * work.context_tokens) for work in works]
     assert fit_costs(noisy).context_token_seconds == 0.0
     with pytest.raises(ValueError, match="too much alike"):

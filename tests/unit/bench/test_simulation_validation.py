@@ -1,4 +1,4 @@
-"""How the simulation is calibrated and compared with a daemon, which is played here; and the programs around it."""
+"""Calibration of the simulation, its comparison with a (fake) daemon, and the programs around it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COSTS = StepCosts(
 
 
 class PlayedDaemon(DaemonClient):
-    """Replies at once, as if it took one second to the first token and a tenth to each other."""
+    """Replies at once, as if the first token took one second and each other token a tenth."""
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1", None, seed=0)

@@ -1,4 +1,4 @@
-"""serve-llm bench: prompts, arrivals, figures and tables, against a server by script."""
+"""serve-llm bench: prompts, arrivals, figures and tables, against a scripted server."""
 
 import itertools
 import json
@@ -106,7 +106,7 @@ def run(api: ScriptedApi, *arguments: str) -> int:
 
 
 def answers(count: int) -> list[Any]:
-    """The answer to /tokenize, then to each request."""
+    """Return the answer to /tokenize, then to each request."""
     pieces = [{"content": ""}, {"content": "a"}, {"content": "b"}]
     return [(200, {"token_strs": STRINGS}), *[pieces] * count]
 

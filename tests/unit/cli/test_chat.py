@@ -1,4 +1,4 @@
-"""serve-llm chat without a terminal: the conversation, its commands, and what an answer shows."""
+"""serve-llm chat without a terminal: the conversation, its commands, and how answers are shown."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`serve-llm collect-env`: what it finds here, and that it shows no secret."""
+"""`serve-llm collect-env`: its findings on this machine, without secrets."""
 
 import os
 import subprocess

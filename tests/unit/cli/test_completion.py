@@ -1,4 +1,4 @@
-"""Scripts that complete the command line, in bash, and in zsh and fish where they are installed."""
+"""Completion scripts in bash, and in zsh and fish where they are installed."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ def scripts() -> dict[str, str]:
 
 
 def complete(script: str, folder: Path, *words: str) -> set[str]:
-    """What bash would offer for the last word."""
+    """Return what bash would offer for the last word."""
     typed = " ".join(f"'{word}'" for word in words)
     code = (
         f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _serve_llm\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
@@ -69,7 +69,7 @@ def test_bash_completes_second_words_and_their_options(scripts: dict[str, str], 
     assert complete(script, tmp_path, "serve-llm", "bench", "throughput", "check") == {"checkpoint"}
 
 
-# What is typed after `serve-llm`, and what a shell makes of it where there is one continuation.
+# Input after `serve-llm`, and the completed line if there is only one continuation.
 CONTINUED = {
     "conv": "convert",
     "demo --max-model": "demo --max-model-len",

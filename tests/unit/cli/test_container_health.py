@@ -1,4 +1,4 @@
-"""The image's health check: it asks the server that the container runs, at its own address, and no other program."""
+"""The image's health check asks the server that the container runs, at its own address, and no other program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_where_it_asks(command_line: list[str], environ: dict[str, str], url: st
 
 
 class Server(BaseHTTPRequestHandler):
-    """Ready, or not."""
+    """A server that is ready, or not."""
 
     status = 200
 

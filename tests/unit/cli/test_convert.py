@@ -1,4 +1,4 @@
-"""`serve-llm convert`: the same tensors as safetensors, and nothing that a file asks for is run."""
+"""`serve-llm convert`: the same tensors as safetensors; no code in a file is run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ except MemoryError:
 
 
 class Hostile:
-    """Pickled, it runs a command when it is unpickled."""
+    """A command that runs when the pickled object is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -56,7 +56,7 @@ class Hostile:
 
 
 def make_bin(directory: Path, files: int = 1) -> dict[str, Tensor]:
-    """A tiny OPT as facebook publishes it. Returns its tensors."""
+    """Write a tiny OPT as facebook publishes it. Returns its tensors."""
     make_checkpoint(directory, "opt", dtype="float16")
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").rename(directory.parent / "expected.safetensors")
@@ -94,7 +94,7 @@ def test_the_same_tensors_are_served(files: int, tmp_path: Path, capsys: pytest.
 
 
 def make_bin_adapter(directory: Path) -> Adapter:
-    """An adapter as older versions of PEFT write it."""
+    """Write an adapter in the format of older PEFT versions."""
     adapter = write_adapter(directory, {"model.layers.0.self_attn.q_proj": (12, 8)})
     torch.save(load_file(directory / "adapter_model.safetensors"), directory / "adapter_model.bin")
     (directory / "adapter_model.safetensors").unlink()
@@ -111,7 +111,7 @@ def test_an_adapter_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[st
     expected = load_file(tmp_path / "expected" / "adapter_model.safetensors")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     target = LoRATarget("model.layers.0.self_attn.q_proj", 12, 8)
-    assert read_adapter(new, {target.module: target}, 16).digest != adapter.digest  # other metadata
+    assert read_adapter(new, {target.module: target}, 16).digest != adapter.digest  # the metadata differs
     assert sorted(path.name for path in new.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 

@@ -1,4 +1,4 @@
-"""The program by other names."""
+"""The program under its other names."""
 
 import os
 import subprocess

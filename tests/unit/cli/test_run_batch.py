@@ -1,4 +1,4 @@
-"""The command line of `serve-llm run-batch`, and what it does before a model loads."""
+"""The command line of `serve-llm run-batch`, and its work before a model loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = ("-i", "in.jsonl", "-o", "out.jsonl")
 
 
 def write_files(folder: Path, requests: str, results: str) -> tuple[str, ...]:
-    """Files with a request and a result for each character. Returns the arguments that name them."""
+    """Write files with a request and a result for each character. Returns the arguments that name them."""
     line = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     (folder / "in").write_text("".join(json.dumps({"custom_id": name} | line) + "\n" for name in requests))
     answer = LocalResponse(200, {}, b"{}")

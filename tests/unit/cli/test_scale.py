@@ -1,4 +1,4 @@
-"""serve-llm scale: it asks with an administrator's key, waits, and names what fails."""
+"""serve-llm scale uses an administrator's key, waits, and names failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def engine(**changed: object) -> dict[str, object]:
 
 
 def show(api: ScriptedApi, engines: list[Any], **changed: object) -> None:
-    """What /status says from now on."""
+    """Set the answer of /status from now on."""
     api.texts["/status"] = json.dumps({"engines": engines, "scaling": scaling(**changed)})
 
 

@@ -25,7 +25,7 @@ LATER = "WARNING 11-25 13:56:18 [a.py:1] later\n"
 
 
 def play(log: str) -> ServerProcess:
-    """A server that writes this log and waits to be stopped."""
+    """Start a server that writes this log and waits to be stopped."""
     server = ServerProcess(["demo"])
     script = "import sys, time; sys.stderr.write(sys.argv[1]); sys.stderr.flush(); time.sleep(60)"
     server._command = [sys.executable, "-c", script, log]

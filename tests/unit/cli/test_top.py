@@ -1,4 +1,4 @@
-"""serve-llm top: frames from metrics of this server and of others, and errors in words."""
+"""serve-llm top: frames from the metrics of this server and of others, and readable errors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Keys from secrets, who is let in, and how each end notices that the other is gone."""
+"""Keys from secrets, which peers are accepted, and how each end notices that the other is gone."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_another_secret_is_refused_and_the_others_are_not_disturbed(
 
 
 def test_knowing_the_servers_key_is_not_enough(endpoint: Endpoint) -> None:
-    """Whoever connects must own the secret key as well."""
+    """Clients must own the secret key as well."""
     router, url = endpoint.listen()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = create_dealer(context, url, "secret")

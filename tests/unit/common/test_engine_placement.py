@@ -1,4 +1,4 @@
-"""Which hosts have which ranks of which engine."""
+"""Which hosts have which ranks of each engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files become checkpoint directories; whatever is wrong with one is named in one error."""
+"""GGUF files become checkpoint directories; any fault in one is named in one error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: Path, architecture: str = "llama", **changes: Any) -> Path:
-    """A file with an embedding only. changes: metadata of the architecture; with "__" for "."; None leaves one out."""
+    """Write a file with only an embedding. changes: metadata of the architecture, with "__" for "."; None removes a
+    key."""
     writer = gguf.GGUFWriter(path, architecture)
     settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
     for key, value in settings.items():
@@ -194,7 +195,7 @@ def test_a_bad_file_is_named(content: bytes, message: str, tmp_path: Path) -> No
 def test_any_damage_is_an_error_or_another_file(
     place: int, change: int, length: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A byte that differs, or a cut, never gives anything but a ModelError."""
+    """A changed byte or a truncated file never causes anything but a ModelError."""
     folder = tmp_path_factory.getbasetemp() / "damaged"
     folder.mkdir(exist_ok=True)
     if not (folder / "whole.gguf").is_file():
@@ -226,7 +227,7 @@ def vocabulary(
 
 
 def byte_level(directory: Path, pre: str) -> tuple[Tokenizer, Tokenizer]:
-    """A tokenizer, and the same from what a GGUF file says of it."""
+    """Return a tokenizer, and the same one as read from a GGUF file."""
     make_tokenizer(directory, 400)
     content = json.loads((directory / "tokenizer.json").read_text())
     ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
@@ -264,7 +265,7 @@ def test_byte_level_vocabulary(tmp_path: Path) -> None:
     ],
 )
 def test_words_of_known_vocabularies(pre: str, words: str, tmp_path: Path) -> None:
-    """As the tokenizers of these models cut a text; N is a line break. Nothing of a text is lost."""
+    """Texts are split as by the tokenizers of these models; N is a line break. No text is lost."""
     _, ours = byte_level(tmp_path, pre)
     pieces = [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str("It's 12345!/\n   x camelCase")]
     assert pieces == words.replace("_", "\u0120").replace("N", "\u010a").split(" ")
@@ -273,7 +274,7 @@ def test_words_of_known_vocabularies(pre: str, words: str, tmp_path: Path) -> No
 
 
 def sentencepiece() -> tuple[Tokenizer, list[str]]:
-    """BPE as sentencepiece has it, trained on a few lines, and its tokens in order."""
+    """Train sentencepiece's BPE on a few lines. Returns it and its tokens in order."""
     original = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     original.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     original.pre_tokenizer = pre_tokenizers.Split("\u2581", behavior="merged_with_next")  # only while training
@@ -299,13 +300,13 @@ def test_sentencepiece_vocabulary() -> None:
     ours = Tokenizer.from_str(build_tokenizer(file))
     for sample in (*TEXTS, TEXT, "the fox</s>"):
         expected = original.encode(sample).ids
-        assert ours.encode(sample).ids == [1, *expected]  # with BOS unless add_bos_token says otherwise
+        assert ours.encode(sample).ids == [1, *expected]  # with BOS unless add_bos_token is false
         assert ours.encode(sample, add_special_tokens=False).ids == expected
         assert ours.decode(expected) == original.decode(expected)
 
 
 def word_pieces(*, is_cased: bool) -> tuple[Tokenizer, list[str]]:
-    """WordPiece as BERT has it, trained on a few lines, and its tokens in order."""
+    """Train BERT's WordPiece on a few lines. Returns it and its tokens in order."""
     original = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     original.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
     original.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -322,7 +323,7 @@ def word_pieces(*, is_cased: bool) -> tuple[Tokenizer, list[str]]:
 
 @pytest.mark.parametrize("is_cased", [False, True])
 def test_word_pieces(is_cased: bool) -> None:
-    """As the converter marks them: pieces that begin a word."""
+    """The file marks pieces that begin a word, as the converter does."""
     original, tokens = word_pieces(is_cased=is_cased)
     kinds = [3 if token.startswith("[") and token != "[unused0]" else 1 for token in tokens]
     marked = [
@@ -348,7 +349,7 @@ def test_names_of_special_tokens() -> None:
     several = vocabulary(["a"], CHAT_TEMPLATE, model="gpt2", tool_template="{{ tools }}")
     listed = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]
     assert build_tokenizer_config(several) == {"chat_template": listed}
-    assert find_eos_ids(file) == [2, 3]  # the last one is no control token
+    assert find_eos_ids(file) == [2, 3]  # the last one is not a control token
 
 
 def test_a_turn_of_gpt_oss_goes_on_after_a_message() -> None:
@@ -389,7 +390,7 @@ def test_a_vocabulary_that_is_not_supported_matters_only_without_another(tmp_pat
 def test_a_file_is_translated_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf")
     first = resolve_model(str(path))
-    assert resolve_model(str(tmp_path)) == first == resolve_model(str(path))  # a directory in which it is alone
+    assert resolve_model(str(tmp_path)) == first == resolve_model(str(path))  # a directory with no other file
     write(path, context_length=512)
     second = resolve_model(str(path))
     assert second != first and read_config(second)["max_position_embeddings"] == 512

@@ -1,4 +1,4 @@
-"""Settings of GGUF files that are no translation of one metadata key."""
+"""Settings of GGUF files that are more than a renamed metadata key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = {"context_length": 64, "embedding_length": 64, "block_count": 3, "feed_f
 SIZES |= {"attention.head_count": 4}
 F32 = next(one for one in STORAGE_TYPES.values() if one.name == "F32")
 DEEPSEEK = {"rope.dimension_count": 8, "attention.key_length": 24, "attention.value_length": 16}
-KEYS = (  # what the adaptations take
+KEYS = (  # keys that the adaptations read
     "attention.causal attention.clamp_kqv attention.key_length attention.key_length_mla attention.max_alibi_bias "
     "attention.value_length attention.value_length_mla block_count expert_count expert_gating_func expert_group_count "
     "expert_group_used_count expert_shared_feed_forward_length nextn_predict_layers pooling_type rope.dimension_count "
@@ -28,7 +28,7 @@ KEYS = (  # what the adaptations take
 
 
 def make_file(architecture: str, tensors: tuple[str, ...] = (), **more: object) -> GGUFFile:
-    """more: metadata keys of the architecture, with "__" for each dot."""
+    """Write a file. more: metadata keys of the architecture, with "__" for each dot."""
     values = SIZES | {key.replace("__", "."): value for key, value in more.items()}
     metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": one for key, one in values.items()}
     stored = StoredTensor(F32, (32, 64), 0, 0)
@@ -46,7 +46,7 @@ def test_groups_of_experts_of_files_that_lack_them() -> None:
 
 
 def test_sizes_of_heads_in_old_and_new_files() -> None:
-    """New ones state those of the latent vector beside them."""
+    """New files also state the sizes of the latent vector."""
     new = {"attention.key_length": 520, "attention.value_length": 512}
     new |= {"attention.key_length_mla": 24, "attention.value_length_mla": 16}
     for sizes in ({}, new):

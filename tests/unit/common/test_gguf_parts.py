@@ -1,4 +1,4 @@
-"""Models in several GGUF files: what does not belong together is named."""
+"""Models in several GGUF files: parts that do not belong together are named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_llm.common.gguf.parts import list_parts, read_parts
 
 
 def write(path: Path, tensor: str = "", **numbers: int) -> Path:
-    """A file with one tensor, "TENSOR.weight". numbers: values of "split." keys, with "_" for "."."""
+    """Write a file with one tensor, "TENSOR.weight". numbers: values of "split." keys, with "_" for "."."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in numbers.items():
         writer.add_uint32(f"split.{key.replace('_', '.')}", value)

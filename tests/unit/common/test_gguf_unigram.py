@@ -1,4 +1,4 @@
-"""Sentencepiece's unigrams in GGUF files, as embedding models of many languages have them."""
+"""Sentencepiece's unigram tokenizers in GGUF files, as used by multilingual embedding models."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from serve_llm.common.gguf.tokenizer import Vocabulary, build_tokenizer
 from support.tiny import TEXT
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
-IDENTITY = [0, 4, 0, 0, *[0] * 1024]  # a map that changes no characters: the bytes of its trie, and an empty one
+IDENTITY = [0, 4, 0, 0, *[0] * 1024]  # a map that changes nothing: its trie's size in bytes, and an empty trie
 TEXTS = ["the quick fox", " two  spaces ", "nothing known: \u6f22\u5b57!", "", "<s> and </s>", "line\nbreak"]
 
 
 def train() -> tuple[Tokenizer, list[tuple[str, float]]]:
-    """A tokenizer as that of XLM-RoBERTa, and its tokens with scores."""
+    """Train a tokenizer like that of XLM-RoBERTa. Returns it and its tokens with scores."""
     original = Tokenizer(models.Unigram())
     steps = [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     original.normalizer = normalizers.Sequence(steps)

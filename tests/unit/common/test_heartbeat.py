@@ -1,4 +1,4 @@
-"""What is left in memory of a process that is gone."""
+"""The shared memory that a process leaves behind when it is gone."""
 
 from __future__ import annotations
 

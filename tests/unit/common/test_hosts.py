@@ -1,4 +1,4 @@
-"""Addresses of this host as the kernel knows them, and what hosts compare of each other."""
+"""The kernel's addresses of this host, and the facts that hosts compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.namespaces import Machines, why_not
 
 def test_loopback_only_if_the_master_is_written_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hosts.find_own_address("127.0.0.1") == hosts.find_own_address("localhost") == "127.0.0.1"
-    # A name that /etc/hosts maps to 127.0.1.1, as Debian does with the host's own.
+    # A name that /etc/hosts maps to 127.0.1.1, as Debian does for the host's own name.
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, type: [(socket.AF_INET, type, 17, "", ("127.0.1.1", 1))])
     with pytest.raises(OptionError, match=r"--master-addr box is 127.0.1.1 on .* give its IP"):
         hosts.find_own_address("box")
@@ -64,11 +64,11 @@ print(hosts.host_id())
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_two_machines() -> None:
-    """Several addresses and no default route: the network of the master decides."""
+    """Several addresses and no default route: the master's network decides."""
     with Machines(2) as machines:
         machines[1].ip("link", "add", "other", "type", "bridge")
         machines[1].ip("addr", "add", "10.9.0.1/24", "dev", "other")
-        machines[1].ip("addr", "add", "10.78.0.2/24", "dev", "eth0")  # a second one on the same interface
+        machines[1].ip("addr", "add", "10.78.0.2/24", "dev", "eth0")  # a second address on the same interface
         machines[1].ip("link", "set", "other", "up")
         machines[1].set_mtu(1400)
         runs = [

@@ -1,4 +1,5 @@
-"""Finding the checkpoint: local, bundled, on the Hub (never really asked); every failure is one line of advice."""
+"""Finding the checkpoint: local, bundled, or on the Hub (which is never contacted); every failure is one line of
+advice."""
 
 import json
 from collections.abc import Callable
@@ -115,7 +116,7 @@ def test_download(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> Non
 
 
 def test_gguf_files_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
-    """The file that the name after the colon stands for, in any case of letters; others may be in the cache too."""
+    """The name after the colon selects the file, ignoring case; other files may be in the cache too."""
     asked: list[object] = []
 
     def download(name: str, **arguments: object) -> str:

@@ -1,4 +1,4 @@
-"""Options of the KV cache that need each other, and values that are refused."""
+"""KV cache options that depend on each other, and refused values."""
 
 from __future__ import annotations
 

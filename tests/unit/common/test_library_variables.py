@@ -1,4 +1,4 @@
-"""Variables that the environment of a new process gets unless it has them."""
+"""Environment variables that a new process gets unless they are set."""
 
 from __future__ import annotations
 

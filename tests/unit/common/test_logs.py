@@ -1,4 +1,4 @@
-"""One form of log line, whoever writes it, and each line once."""
+"""All log lines have one format, whatever wrote them, and appear once."""
 
 import json
 import logging

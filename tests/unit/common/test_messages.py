@@ -1,4 +1,4 @@
-"""The messages between server and engine: every one comes back as it was, and no bytes do worse than be refused."""
+"""The messages between server and engine: each one survives encoding, and malformed bytes are only ever refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options from every source: command line, file, environment, keywords; and the errors that name what is wrong."""
+"""Options from every source (command line, file, environment, keywords), and the errors that name faults."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from serve_llm.common.errors import OptionError
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
 from serve_llm.common.options.sources import make_options, parse_args
 
-# For each option: what a user types, the value that it becomes. Must name every option (tested below).
+# For each option: what a user types, and its value. Must name every option (tested below).
 NODES = ("--master-addr", "10.0.0.1:29500", "-tp", "2")
 SHARED_EXPERTS = ("-dp", "2", "--enable-expert-parallel")
 SPLIT = ("-dp", "4", "--nnodes", "3", *NODES, "--data-parallel-split")
@@ -303,7 +303,7 @@ def test_environment_of_a_kubernetes_service_is_ignored() -> None:
         ([], ["no model", "demo"]),
         (["demo", "extra"], ["unexpected argument 'extra'"]),
         (["demo", "--max-modle-len", "8"], ["--max-modle-len", "--max-model-len"]),
-        (["demo", "-d", "2"], ["unknown option -d"]),  # nor of -dp
+        (["demo", "-d", "2"], ["unknown option -d"]),  # nor with -dp
         (["demo", "--max-model", "8"], ["--max-model", "--max-model-len"]),  # no abbreviations
         (["demo", "--confg=x"], ["--confg", "--config"]),
         (["demo", "--zzzzzzz"], ["--zzzzzzz", "--help"]),

@@ -1,4 +1,4 @@
-"""docs/options.md is what the options say."""
+"""docs/options.md matches the options."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""--help and --version: every option is explained, in one group."""
+"""--help and --version: every option is explained in exactly one group."""
 
 import pytest
 

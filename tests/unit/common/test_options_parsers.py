@@ -1,4 +1,4 @@
-"""Counts and sizes with units, and words."""
+"""Parsers of counts and sizes with units, and of words."""
 
 from decimal import Decimal
 

@@ -1,4 +1,4 @@
-"""Options of other engines: each is accepted in our words or answered with what to do, wherever it is given."""
+"""Options of other engines: each is accepted under our name or answered with advice, in every source."""
 
 import itertools
 import logging

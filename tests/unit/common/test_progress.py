@@ -1,4 +1,4 @@
-"""Progress in logs: often enough that they are not silent, seldom enough that quick work adds nothing."""
+"""Progress in logs: long work is not silent, and quick work adds no lines."""
 
 import logging
 import sys
@@ -73,5 +73,5 @@ def test_the_hub_reports_bytes_where_there_is_no_terminal(
 
 
 def test_a_download_log_is_a_bar_that_iterates() -> None:
-    """Older clients of the Hub wrap the files in it."""
+    """Older clients of the Hub wrap the list of files in the progress bar."""
     assert list(make_download_log("Downloading a/b")([1, 2], total=2)) == [1, 2]

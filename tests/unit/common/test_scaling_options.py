@@ -1,4 +1,4 @@
-"""Bounds on the number of engines: what they default to, and what they contradict."""
+"""Bounds on the number of engines: defaults and contradictions."""
 
 import pytest
 

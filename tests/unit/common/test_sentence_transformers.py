@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say, and what is refused by name."""
+"""Settings in sentence-transformers' files, and refusals by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def write(directory: Path, pooling: Json, **files: Json) -> SentenceModules:
-    """files: by name without the ending."""
+    """Write the files. files: contents by name without extension."""
     modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
     modules.append({"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"})
     (directory / "1_Pooling").mkdir()

@@ -1,4 +1,4 @@
-"""--speculative-config: vLLM's keys, and what is refused by name."""
+"""--speculative-config: vLLM's keys, and refusals by name."""
 
 from __future__ import annotations
 

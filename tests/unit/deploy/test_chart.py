@@ -1,6 +1,6 @@
-"""The Helm chart: what it renders is accepted by the schemas, true to the daemon, and as it stands in the repository.
+"""The Helm chart: its renderings satisfy the schemas, match the daemon, and equal those in the repository.
 
-The renderings under deploy/helm/rendered are checked everywhere. The extra `deploy` brings Helm as a library, which
+The renderings under deploy/helm/rendered are checked everywhere. The extra `deploy` installs Helm as a library, which
 renders them anew, and Kubernetes' own schemas.
 """
 
@@ -42,13 +42,13 @@ def find(name: str, *kinds: str) -> list[Json]:
 
 
 def find_server(name: str) -> Json:
-    """The workload that has the engines."""
+    """Return the workload that has the engines."""
     (found,) = [one for one in find(name, *WORKLOADS) if one["metadata"]["labels"]["app"] == "serve-llm"]
     return found
 
 
 def pod_templates(name: str) -> list[Json]:
-    """Those of the server: of the pod that serves HTTP first."""
+    """Return the server's pod templates, the one that serves HTTP first."""
     workload = find_server(name)
     group = workload["spec"].get("leaderWorkerTemplate")
     return [group["leaderTemplate"], group["workerTemplate"]] if group else [workload["spec"]["template"]]
@@ -60,7 +60,7 @@ def container(template: Json) -> Json:
 
 
 def read_options(name: str) -> list[str]:
-    """The options of serve-llm on the pod that serves HTTP, but those that the number of its node adds."""
+    """Return the options of serve-llm on the pod that serves HTTP, except those that depend on the node's number."""
     arguments = list(map(str, container(pod_templates(name)[0])["args"]))
     return arguments[2:] if arguments[1] == "serve-llm" else arguments
 
@@ -112,13 +112,13 @@ def test_its_version_is_the_programs() -> None:
 
 
 def labels_of(template: Json) -> Json:
-    """Of a pod, with those that Kubernetes adds to the first one."""
+    """Return a pod's labels, with those that Kubernetes adds to the first pod."""
     added = {"apps.kubernetes.io/pod-index": "0", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
     return dict(template["metadata"]["labels"]) | added
 
 
 def test_pods_of_front_ends_join_the_server() -> None:
-    """By the name, the port and the secret of the server, through a policy that admits them alone."""
+    """They use the server's name, port and secret, through a network policy that admits them alone."""
     server, front_ends = find("front-ends", "Deployment")
     template = front_ends["spec"]["template"]
     program = container(template)
@@ -146,7 +146,7 @@ def test_pods_of_front_ends_join_the_server() -> None:
 
 
 def pod(kind: str) -> Json:
-    """The template of a pod of the example with front ends: "server" or "front-end"."""
+    """Return a pod template of the example with front ends: "server" or "front-end"."""
     found: Json = find("front-ends", "Deployment")[kind == "front-end"]["spec"]["template"]
     return found
 
@@ -216,7 +216,7 @@ def test_who_selects_finds(name: str) -> None:
 
 @every_example
 def test_prometheus_finds_the_server_once(name: str) -> None:
-    """Front ends would answer with the figures of the server too."""
+    """Front ends would also return the server's figures."""
     for monitor in find(name, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         (service,) = [one for one in find(name, "Service") if wanted <= one["metadata"]["labels"].items()]
@@ -228,7 +228,7 @@ def test_prometheus_finds_the_server_once(name: str) -> None:
 @pytest.mark.parametrize("name", ["statefulset", "leaderworkerset"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_node_runs_its_part(name: str, rank: int, tmp_path: Path) -> None:
-    """The pod's own command, with a serve-llm that prints its arguments."""
+    """Runs the pod's own command, with a serve-llm that prints its arguments."""
     program = tmp_path / "serve-llm"
     program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     program.chmod(0o755)

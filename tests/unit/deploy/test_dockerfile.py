@@ -1,4 +1,5 @@
-"""What can be said of the Dockerfile without building it: nothing secret in a layer, nobody runs as root, and so on."""
+"""Properties of the Dockerfile that can be checked without building it: no secrets in layers, no root user, and so
+on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Line(NamedTuple):
 
 
 def stages(text: str) -> dict[str, list[Line]]:
-    """The stages by name, each with the lines of the stages that it is built on before its own."""
+    """Return the stages by name, each with the lines of its base stages before its own."""
     joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
     found: dict[str, list[Line]] = {}
     current: list[Line] = []
@@ -86,7 +87,7 @@ def test_what_is_copied_exists() -> None:
 
 
 def test_versions_are_pinned() -> None:
-    """Of what decides whether a GPU works and whether nodes understand each other: torch and Ray."""
+    """torch and Ray are pinned: they decide whether a GPU works and whether nodes understand each other."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert any(re.fullmatch(r"torch==[\d.]+", dependency) for dependency in project["dependencies"])
     install = next(rest for rest in all_of("build", "RUN") if "pip install" in rest)

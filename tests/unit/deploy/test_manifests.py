@@ -1,6 +1,6 @@
-"""The Kubernetes manifests: accepted by KubeRay's own schemas, and true to the daemon and to each other.
+"""The Kubernetes manifests satisfy KubeRay's own schemas, and match the daemon and each other.
 
-KubeRay's schema of a RayCluster holds those of a pod template and of a Service, so these check the plain Deployments
+KubeRay's schema of a RayCluster contains those of a pod template and of a Service, so these check the plain Deployments
 and Services as well.
 """
 
@@ -32,7 +32,7 @@ needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason=f"no KubeRay schemas i
 
 @pytest.fixture(scope="module")
 def validators() -> dict[str, Any]:
-    """By kind; `Pod` is a pod template."""
+    """Return the validators by kind; `Pod` is a pod template."""
     cluster, service = crd_schema("rayclusters"), crd_schema("rayservices")
     head = cluster["properties"]["spec"]["properties"]["headGroupSpec"]["properties"]
     schemas = {"RayCluster": cluster, "RayService": service, "Service": head["headService"], "Pod": head["template"]}
@@ -92,7 +92,7 @@ def test_the_schema_refuses(fault: str, validators: dict[str, Any]) -> None:
 
 @every_cluster
 def test_what_kuberays_operator_demands(cluster: Json) -> None:
-    """From its validation of specs, which comes after the schema."""
+    """The operator validates specs after the schema."""
     (default,) = re.findall(r"^ARG RAY_VERSION=(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert cluster["rayVersion"] == default
     for group in cluster["workerGroupSpecs"]:
@@ -103,7 +103,7 @@ def test_what_kuberays_operator_demands(cluster: Json) -> None:
 
 @every_manifest
 def test_names_fit(resource: Json) -> None:
-    """KubeRay appends to them; RayService to at most 47 characters."""
+    """KubeRay appends to names; RayService names have at most 47 characters."""
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", resource["metadata"]["name"])
 
 
@@ -161,7 +161,7 @@ def test_probes_and_drain(template: Json) -> None:
 
 @pytest.mark.parametrize("file", ["serve-llm.yaml", "raycluster.yaml"])
 def test_who_selects_finds(file: str) -> None:
-    """Deployment, Service and PodMonitor mean the same pods and the same port."""
+    """Deployment, Service and PodMonitor select the same pods and the same port."""
     mine = {name.partition(":")[2]: one for name, one in MANIFESTS if name.startswith(file)}
     monitor = next(one for name, one in MANIFESTS if name.endswith(":PodMonitor"))
     template = mine["Deployment"]["spec"]["template"]
@@ -183,7 +183,7 @@ def test_the_single_nodes_arguments_are_options() -> None:
 
 
 def test_what_kubernetes_says_of_its_services_is_not_taken_for_options() -> None:
-    """A Service called serve-llm puts these into every pod."""
+    """A Service called serve-llm puts these variables into every pod."""
     said = {
         "SERVE_LLM_SERVICE_HOST": "10.1.1.1",
         "SERVE_LLM_SERVICE_PORT_HTTP": "80",

@@ -1,4 +1,4 @@
-"""Prometheus' rules and Grafana's dashboard speak of metrics that exist, in expressions that can be read."""
+"""Prometheus' rules and Grafana's dashboard use existing metrics, in valid expressions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 
 def literals(path: Path) -> set[str]:
-    """Every string in a Python file."""
+    """Return every string in a Python file."""
     nodes = ast.walk(ast.parse(path.read_text()))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
@@ -55,7 +55,7 @@ def test_an_expression(where: str) -> None:
 
 
 def is_balanced(text: str) -> bool:
-    """Brackets, outside of strings."""
+    """Return whether brackets outside of strings are balanced."""
     open_ones = []
     for sign in re.sub(r'"[^"]*"', "", text):
         if sign in "([{":
@@ -73,7 +73,7 @@ def test_faults_are_found() -> None:
 
 
 def test_the_documents_name_metrics_that_exist() -> None:
-    """And each metric that docs/metrics.md lists is on a dashboard."""
+    """Each metric that docs/metrics.md lists is also on a dashboard."""
     assert len(documented()) > 10
     assert [name for name in sorted(documented()) if not is_served(name)] == []
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -110,7 +110,7 @@ def test_the_alerts() -> None:
 
 
 def test_every_alert_is_tested() -> None:
-    """When it fires, and when it does not."""
+    """There is a test that it fires, and one that it does not."""
     tests = yaml.safe_load((HERE / "alerts_test.yaml").read_text())["tests"]
     checks = [check for test in tests for check in test["alert_rule_test"]]
     names = {rule["alert"] for rule in alert_rules()}
@@ -189,7 +189,7 @@ def test_promtool_finds_no_fault_in_metrics_but_a_name_of_vllm() -> None:
 
 @needs_promtool
 def test_promtool_reads_every_expression_of_the_dashboards(tmp_path: Path) -> None:
-    """As rules, with Grafana's variables filled in."""
+    """The expressions are checked as rules, with Grafana's variables filled in."""
     rules = []
     for where, text in EXPRESSIONS.items():
         if where.startswith("panel"):

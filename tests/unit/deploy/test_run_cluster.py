@@ -1,4 +1,4 @@
-"""deploy/run_cluster.sh, with a `docker` on PATH that writes down its arguments and stays until it is killed."""
+"""deploy/run_cluster.sh, with a fake `docker` on PATH that records its arguments and runs until it is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "deploy" / "run_cluster.sh"
 SECONDS = 20.0
 
-# Written elsewhere and then moved, so that a reader never sees half of it.
+# Written elsewhere and then moved, so that readers never see half of it.
 DOCKER = """#!/bin/sh
 number=$(ls "$RECORD" | wc -l)
 { printf '%s\\0' "$@"; printf 'HF_TOKEN=%s\\0' "$HF_TOKEN"; } > "$RECORD/.new"
@@ -32,7 +32,7 @@ echo "$4 dev eth1 src 10.0.0.9 uid 0 \\    cache"
 
 
 class Node:
-    """A machine to run the script on. `home` is the Hugging Face cache, its path has spaces."""
+    """A machine to run the script on. `home` is the Hugging Face cache, whose path has spaces."""
 
     def __init__(self, folder: Path) -> None:
         self.home = folder / "a cache with spaces"
@@ -53,13 +53,13 @@ class Node:
         )
 
     def run(self, *arguments: str, **environ: str) -> tuple[int, str, str]:
-        """Exit code, output, errors."""
+        """Run the script. Returns exit code, output and errors."""
         process = self.start(*arguments, **environ)
         output, errors = process.communicate(timeout=SECONDS)
         return process.returncode, output, errors
 
     def calls(self) -> list[list[str]]:
-        """The arguments of each call of docker, in order; last the HF_TOKEN that its environment held."""
+        """Return the arguments of each docker call, in order, followed by the HF_TOKEN in its environment."""
         paths = sorted(path for path in self.record.iterdir() if path.name != ".new")
         return [path.read_text().split("\0")[:-1] for path in paths]
 
@@ -156,7 +156,7 @@ def test_secrets_are_passed_by_name(node: Node) -> None:
     [["-e", "HF_TOKEN=hf_x"], ["-eHF_TOKEN=hf_x"], ["--env", "SERVE_LLM_API_KEY=hf_x"], ["--env=X_SECRET=hf_x"]],
 )
 def test_the_value_of_a_secret_goes_no_further(node: Node, flags: list[str]) -> None:
-    """The command works as it was copied. Docker's own command line and the one for workers have the name only."""
+    """The command works as copied. Docker's own command line, and the one for workers, only have the name."""
     code, output, errors = node.run("image", "10.0.0.1", "--head", str(node.home), *flags)
     assert code == 0 and "export it" in errors
     *run, environ = node.calls()[0]
@@ -194,7 +194,8 @@ def test_wrong_arguments(node: Node, role: str, home: str) -> None:
 
 
 def heed_signals() -> None:
-    """Tests in the background, or under nohup, ignore some; what bash is started with ignored, it cannot heed."""
+    """Reset ignored signals: tests in the background or under nohup ignore some, and bash cannot handle signals that
+    were ignored when it started."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -204,7 +205,7 @@ def test_a_signal_removes_the_container(node: Node, number: signal.Signals) -> N
     process = node.start("image", "10.0.0.1", "--worker", str(node.home), DOCKER_STAYS="1")
     wait_until(node.calls)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=SECONDS)  # and so the fake docker is gone: it has the pipes as well
+    output, errors = process.communicate(timeout=SECONDS)  # the fake docker, which has the pipes too, has ended
     assert process.returncode == 128 + number, output + errors
     run, removed = node.calls()
     assert removed[:3] == ["rm", "--force", value_after(run, "--name")[0]]

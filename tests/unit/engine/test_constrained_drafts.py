@@ -1,4 +1,4 @@
-"""Drafts under a grammar or a thinking budget: the text, its end and its log-probabilities are those without drafts."""
+"""Drafts under a grammar or a thinking budget: the text, its end and its logprobs are those without drafts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_requests(count: int = 20) -> list[Request]:
 
 @pytest.fixture(autouse=True)
 def masks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even on a machine with other work."""
+    """Treat masks as cheap even if the machine is busy."""
     monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
 
 
@@ -87,7 +87,7 @@ def test_thinking_budgets_without_a_grammar(how: str) -> None:
     styles: list[dict[str, object]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "logprobs": 2},
-        {"temperature": 1.0, "bad_words_ids": ((5, 6),)},  # nothing is appended without being sampled
+        {"temperature": 1.0, "bad_words_ids": ((5, 6),)},  # no token is forced
     ]
     requests = []
     for number in range(24):
@@ -120,7 +120,7 @@ def test_same_output_after_preemption() -> None:
 
 
 def test_right_drafts_of_a_grammar_are_accepted_up_to_the_end_of_the_text() -> None:
-    """A text ends where its grammar allows nothing more, though the model would write a stop id after it."""
+    """A text ends where its grammar allows nothing more, even if the model would then write a stop id."""
     requests = [constrained(1, compile_grammar(regex="[a-z]{20,24}"), max_tokens=60, logprobs=1)]
     expected = generate(make_engine(demo(), **OPTIONS), requests)
     engine = draft_from(make_engine(demo(), **ON), requests, expected, wrong_every=1000)

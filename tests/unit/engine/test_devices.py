@@ -1,4 +1,4 @@
-"""Which GPU is whose, on hosts that are folders."""
+"""Which GPUs an engine claims, with folders in place of hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_llm.engine.devices import VISIBLE_DEVICES, claim_gpus, list_gpus
 
 
 def host(folder: Path, num_gpus: int) -> Path:
-    """A /dev with so many GPUs and what else lies there."""
+    """Return a /dev with this many GPUs and other files."""
     for name in ("nvidiactl", "nvidia-uvm", "null", *(f"nvidia{number}" for number in range(num_gpus))):
         (folder / name).touch()
     return folder

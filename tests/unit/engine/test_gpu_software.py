@@ -1,4 +1,4 @@
-"""Why GPUs cannot be used: by driver, by torch's build, for want of a compiler."""
+"""Reasons why GPUs cannot be used: the driver, torch's build, a missing compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids that a grammar demands are appended at once, and the output is the one of sampling them one by one."""
+"""Ids that a grammar demands are appended at once, and the output equals sampling them one by one."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_same_output_with_steps_in_flight(one_by_one: EngineCore, monkeypatch: p
 
 
 def test_forced_ids_are_part_of_captured_steps(one_by_one: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with forced ids do not fall back to single launches."""
+    """Steps with forced ids also use graphs."""
     engine = make_gpu_engine(demo(), monkeypatch, **OPTIONS)
     graphs = graphs_of(engine)
     compute_logits = graphs.logits
@@ -157,7 +157,7 @@ def test_forced_ids_are_part_of_captured_steps(one_by_one: EngineCore, monkeypat
 
 
 def test_continued_from_any_id(engine: EngineCore) -> None:
-    """What the server does after a crash, also in the midst of forced ids."""
+    """As the server continues a request after a crash, also in the middle of forced ids."""
     for grammar in grammars()[:2]:
         for sampling in ({}, {"logprobs": 1, "temperature": 0.0}):
             request = constrained(3, grammar, **sampling)
@@ -171,7 +171,7 @@ def test_continued_from_any_id(engine: EngineCore) -> None:
 
 @pytest.mark.pairs("grammar + prefix cache", "prefix cache + logprobs")
 def test_choices_and_cached_prefixes(engine: EngineCore, one_by_one: EngineCore) -> None:
-    """A prefix that another choice has cached hides no log-probabilities."""
+    """A prefix cached by another choice does not hide logprobs."""
     request = constrained(0, grammars()[1], "class Stack:\n    pass\n" * 8, logprobs=1)
     choices = [replace(request, id=k, sampling=replace(request.sampling, choice=k)) for k in range(4)]
     expected = generate(one_by_one, choices)

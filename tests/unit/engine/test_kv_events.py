@@ -1,4 +1,4 @@
-"""Events of the prefix cache: who follows them knows what the cache holds, and lost batches are replayed."""
+"""Events of the prefix cache: a subscriber knows what the cache holds, and lost batches are replayed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_socket(stack: ExitStack, kind: int, address: str) -> zmq.Socket[bytes]:
 
 
 def replay(stack: ExitStack, address: str, first: int) -> list[tuple[int, Any]]:
-    """The batches from a number on, as vLLM's clients ask for them."""
+    """Request the batches from a number on, as vLLM's clients do."""
     dealer = open_socket(stack, zmq.DEALER, address)
     dealer.send_multipart((b"", first.to_bytes(8, "big")))
     found = []
@@ -104,7 +104,7 @@ def test_a_subscriber_knows_what_is_cached(tmp_path: Path, sockets: ExitStack) -
     texts_of_group = [ids for (index, _), ids in tokens.items() if index == 0]
     assert all(any(text[: len(ids)] == ids[: len(text)] for text in texts) for ids in texts_of_group)
 
-    while not subscriber.poll(200):  # it may have missed all of them
+    while not subscriber.poll(200):  # events may get lost until it has connected
         generate(engine, [greedy(200, [rng.randrange(1, vocab_size) for _ in range(20)], 2)])
     topic, number, payload = subscriber.recv_multipart()
     replayed = dict(replay(sockets, f"ipc://{tmp_path}/replay", 0))

@@ -49,8 +49,8 @@ class CountingExecutor(Executor):
 
 
 class ScriptedChannel:
-    """Hands out one list of messages per receive, then Shutdown once nothing is left to do and it was waited for
-    `quiet` times."""
+    """Returns one list of messages per receive, then Shutdown once there is no work and it has been waited for `quiet`
+    times."""
 
     def __init__(self, script: list[list[messages.ToEngine]], quiet: int = 0) -> None:
         self.script = script
@@ -118,7 +118,7 @@ def test_an_abort_of_the_only_request_is_followed_by_a_step_with_gauges_at_zero(
 
 
 class PlacingExecutor(CountingExecutor):
-    """Runs two steps for another engine, and places experts before the second."""
+    """Runs two steps for another engine, and moves experts before the second."""
 
     placed: EPLBStats | None = None
 
@@ -223,7 +223,7 @@ class TimedExecutor(CountingExecutor):
     def __init__(self) -> None:
         super().__init__(1)
         self.now = 0.0
-        self.num_tokens = 0  # of the newest step
+        self.num_tokens = 0  # in the newest step
 
     def execute(self, batch, masks=None):
         self.num_tokens = batch.num_tokens

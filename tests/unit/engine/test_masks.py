@@ -1,4 +1,4 @@
-"""Masks of grammars are filled while a step is computed, and a costly one holds up its own request alone."""
+"""Grammar masks are filled while a step is computed, and a costly mask delays only its own request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine() -> EngineCore:
 
 
 def watch_steps(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The order in which hidden states are computed and masks asked for."""
+    """Record the order in which hidden states are computed and masks are requested."""
     events: list[str] = []
     runner = engine._executor._worker._runner  # type: ignore[attr-defined]
     forward = runner._decoder.forward
@@ -61,7 +61,7 @@ def test_cheap_masks_are_filled_before_the_step_on_cpus(engine: EngineCore) -> N
 def test_cheap_masks_are_filled_at_once_or_in_threads(
     device: str, engine: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cost of a first mask is not known, so it is filled in a thread anywhere."""
+    """The cost of a first mask is unknown, so a thread always fills it."""
     monkeypatch.setattr(engine.grammars._filler, "_fill_cheap_at_once", device == "cpu")
     in_engine: list[bool] = []
     fill = MaskFiller._fill
@@ -94,7 +94,7 @@ def test_steps_of_other_requests_stay_in_flight(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_costly_grammars_hold_up_nobody_else(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if there are more of them than threads."""
+    """Even if there are more costly grammars than threads."""
     costly = [constrained(10 + number, compile_grammar(regex="[a-z]{30}")) for number in range(12)]
     cheap = [
         constrained(1, compile_grammar(regex="[0-9]{20}")),
@@ -126,7 +126,7 @@ def test_costly_grammars_hold_up_nobody_else(engine: EngineCore, monkeypatch: py
 
 
 def test_a_failing_mask_ends_its_request_alone(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llguidance gives up on a grammar that gets too complex."""
+    """llguidance gives up on a grammar that becomes too complex."""
     fill = MaskFiller._fill
 
     def fail(self: MaskFiller, state: ConstraintState, tokenizer: object) -> object:
@@ -151,7 +151,7 @@ def test_a_failing_mask_ends_its_request_alone(engine: EngineCore, monkeypatch: 
 
 
 def test_masks_of_many_rows_are_those_of_each_alone(engine: EngineCore) -> None:
-    """However rows are distributed over threads."""
+    """The results do not depend on the distribution of rows over threads."""
     requests = [
         constrained(number, compile_grammar(regex=f"[a-{chr(98 + number)}]{{6}}"), max_tokens=9) for number in range(20)
     ]

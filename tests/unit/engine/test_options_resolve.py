@@ -1,4 +1,4 @@
-"""What options come to mean for one model on one device."""
+"""How options are resolved for one model on one device."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What an engine takes of its host, and what is done before it is ready."""
+"""Resources that an engine takes from its host, and its work before it is ready."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.quantised import quantise_checkpoint
 @pytest.mark.parametrize(("num_engines", "threads"), [(1, 8), (2, 4), (3, 2), (100, 1)])
 def test_engines_of_one_host_share_its_threads(monkeypatch: pytest.MonkeyPatch, num_engines: int, threads: int) -> None:
     found: list[int] = []
-    monkeypatch.setattr(worker, "usable_cores", lambda: 8)  # a quota, on a machine of more
+    monkeypatch.setattr(worker, "usable_cores", lambda: 8)  # a quota, on a machine with more cores
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     directory = Path(resolve_model("demo"))

@@ -34,7 +34,7 @@ def engine() -> EngineCore:
 
 
 def run(engine: EngineCore, requests: list[Request]) -> dict[int, list[Output]]:
-    """All outputs of requests that may end with an error."""
+    """Return all outputs of requests that may end with an error."""
     outputs: dict[int, list[Output]] = {request.id: [] for request in requests}
     engine.add_requests(requests)
     while engine.has_work:
@@ -45,7 +45,7 @@ def run(engine: EngineCore, requests: list[Request]) -> dict[int, list[Output]]:
 
 
 def mixed_requests(count: int) -> list[Request]:
-    """With and without a grammar, of every kind of sampling; several are equal but for the seed."""
+    """Return requests with and without a grammar, with every kind of sampling; several differ only in their seed."""
     grammars = [compile_grammar(json=SCHEMA), compile_grammar(regex=WORD), "", compile_grammar(choice=["red", "blue"])]
     styles: list[dict[str, object]] = [
         {},
@@ -130,7 +130,7 @@ SENTENCES: list[tuple[dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("wanted", "text"), SENTENCES, ids=lambda value: str(value)[:30])
 def test_a_complete_text_is_known_with_its_last_id(wanted: dict[str, object], text: str) -> None:
-    """So that no step is spent on an end token."""
+    """Thus no step is needed for an end token."""
     tokenizer = build_tokenizer((demo() / "tokenizer.json").read_text(), VOCAB_SIZE)
     matcher = build_matcher(tokenizer, compile_grammar(**wanted))
     state = ConstraintState(matcher, tokenizer, VOCAB_SIZE, Sampling(max_tokens=99, seed=0), [])
@@ -148,7 +148,7 @@ def test_a_text_that_may_go_on_ends_by_the_end_token(engine: EngineCore) -> None
 
 
 def test_end_tokens_are_the_requests(engine: EngineCore) -> None:
-    """The tokenizer's own end of sequence does not end a request that does not name it."""
+    """The tokenizer's own end-of-sequence token does not end a request that does not name it."""
     request = constrained(1, compile_grammar(regex="a*"), stop_token_ids=(5,), logit_bias={EOS: 100.0}, max_tokens=9)
     (outputs,) = run(engine, [request]).values()
     assert EOS not in [one for output in outputs for one in output.token_ids]
@@ -181,7 +181,7 @@ def test_same_texts_after_preemption(engine: EngineCore) -> None:
 
 
 def test_each_grammar_is_compiled_once_while_many_wait(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that were used least recently, and those of requests that are preempted."""
+    """Even the least recently used grammars, and those of preempted requests."""
     built: list[str] = []
     build = MatcherBuilder._build
     monkeypatch.setattr(MatcherBuilder, "_build", lambda self, grammar: built.append(grammar) or build(self, grammar))
@@ -206,7 +206,7 @@ def test_same_texts_with_steps_in_flight(engine: EngineCore, monkeypatch: pytest
 
 
 def test_continued_from_any_token(engine: EngineCore) -> None:
-    """What the server does after a crash: the ids received so far come with the request."""
+    """As the server continues a request after a crash: the request includes the ids received so far."""
     request = constrained(3, compile_grammar(json=SCHEMA))
     whole = generate(engine, [request])[3]
     for cut in range(1, len(whole.token_ids), 4):

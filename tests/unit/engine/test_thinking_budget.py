@@ -1,4 +1,4 @@
-"""A request's reasoning closes when its budget is spent, and nothing else is cut."""
+"""A request's reasoning is closed when its budget is spent, and nothing else is cut."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_grammar_takes_the_end_in(engine: EngineCore) -> None:
 
 
 def test_an_end_that_the_grammar_does_not_allow_waits(engine: EngineCore) -> None:
-    """Inside a call, say. The budget is spent after 2 tokens; the end may come after 12 characters."""
+    """For example inside a call. The budget is spent after 2 tokens; the end may come after 12 characters."""
     grammar = 'start: /[a-z]{12}/ "</think>" /[a-z]{3}/'
     result = generate(engine, [thinking(1, budget(2), grammar)])[1]
     reasoning, _, answer = text_of(result.token_ids).partition("</think>")
@@ -132,7 +132,7 @@ def test_forbidden_ids_of_the_end_are_an_error(engine: EngineCore) -> None:
 
 
 def follow(chosen: ThinkingBudget, text: str) -> list[int]:
-    """The ids that must follow a text."""
+    """Return the ids that must follow a text."""
     tracker = ThinkingTracker(chosen, lambda ids: text_of(ids).encode())
     tracker.push(ids_of(text))
     return tracker.find_close_ids()
@@ -181,7 +181,7 @@ def test_a_character_is_completed_before_the_reasoning_closes() -> None:
         tracker = ThinkingTracker(chosen, lambda ids: b"".join(b"</t>" if one == 9 else pieces[one] for one in ids))
         tracker.push(range(spent))
         assert tracker.find_close_ids() == expected, spent
-    tracker.push([1, 4])  # bytes that never become a character hold nothing up
+    tracker.push([1, 4])  # incomplete characters delay nothing
     assert tracker.find_close_ids() == [9]
 
 
@@ -197,7 +197,7 @@ def test_pushing_in_parts_is_pushing_at_once(ids: list[int], cut: int) -> None:
 
 
 def test_a_delimiter_that_is_one_token(tmp_path: Path) -> None:
-    """As reasoning models have it: an added token, which no ordinary text yields."""
+    """As in reasoning models: an added token, which never appears in ordinary text."""
     for path in demo().iterdir():
         (tmp_path / path.name).symlink_to(path)
     raw = json.loads((demo() / "tokenizer.json").read_text())

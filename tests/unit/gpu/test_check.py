@@ -1,4 +1,4 @@
-"""The GPU check's own logic, without its parts: what becomes of those that fail, hang or are unknown."""
+"""The GPU check's own logic, without its parts: how failing, hanging and unknown parts are handled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ report.measured("the slow one is running", 1)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The check with parts of these names: exit code, rows, the printed table."""
+    """Run the check with parts of these names. Returns exit code, rows, and the printed table."""
     parts = tmp_path / "more" / "parts"
     parts.mkdir(parents=True)
     (parts / "__init__.py").touch()
@@ -201,7 +201,7 @@ def test_a_difference_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_every_id_has_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server sends no event for one that has none."""
+    """A server sends no event for an id without text."""
     common, floors = load_module("parts.common"), load_module("floors")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = common.Place(None, rehearse=False).folder(floors.LLAMA_8B)
@@ -211,7 +211,7 @@ def test_every_id_has_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def list_limits_of_the_page() -> dict[str, int]:
-    """Of each part, as docs/gpu.md has them."""
+    """Return each part's limit, as listed in docs/gpu.md."""
     rows = re.findall(r"^\| (`[a-z0-9_`, ]+`) \| ([0-9, ]+) \|", PAGE, re.MULTILINE)
     found = {}
     for parts, limits in rows:

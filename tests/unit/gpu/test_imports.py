@@ -1,4 +1,4 @@
-"""What the GPU check imports is on its machine: everything else is hidden, and each part imported."""
+"""The GPU check's imports are available on its machine: each part is imported with everything else hidden."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.gpu_check import ROOT, load_module
 
 check, wheels = load_module("check"), load_module("wheels")
 
-# Finders that see the standard library and the names that are allowed. Prints what could not be imported, and why.
+# Finders that see only the standard library and the allowed names. Prints what could not be imported, and why.
 IMPORT_ALL = """
 import ast, importlib, json, pkgutil, sys, sysconfig, types
 
@@ -66,7 +66,7 @@ print(json.dumps([len(names), failed]))
 
 
 NO_MODULES = {"serve_llm.kernels.cpu.compiled"}  # a library of C functions
-# Packages of extras, which the check does without; OpenTelemetry's exporter needs protobuf, which is `google`.
+# Packages of extras that the check does not need; OpenTelemetry's exporter needs protobuf, which is `google`.
 OPTIONAL = tuple(f"No module named '{name}" for name in ("ray", "opentelemetry", "google"))
 
 
@@ -75,7 +75,7 @@ def is_optional(why: str) -> bool:
 
 
 def with_needs(names: Iterable[str]) -> set[str]:
-    """Distributions, and those that they need; of those only that are installed here."""
+    """Return the distributions and their dependencies, except for those that are not installed here."""
     found: set[str] = set()
     left = [canonicalize_name(name) for name in names]
     while left:
@@ -100,7 +100,7 @@ def import_names(distributions: set[str]) -> set[str]:
 
 
 def import_all(tmp_path: Path, allowed: set[str], names: Iterable[str] = ()) -> tuple[int, dict[str, str]]:
-    """How many modules there are, and why those that failed did. names: by default those of parts and product."""
+    """Import modules. Returns their number, and why some failed. names: defaults to parts and product."""
     tree = {path.stem for folder in ("tests", "tests/gpu") for path in (ROOT / folder).iterdir()}
     words = [json.dumps(sorted(allowed | tree | {"serve_llm"})), json.dumps(list(names))]
     environ = check.environment(tmp_path)
@@ -138,7 +138,7 @@ def test_wheels_are_fetched_in_the_versions_that_the_product_asks_for() -> None:
 
 
 def test_wheels_of_packages_that_are_installed_here_would_be_found() -> None:
-    """pip takes only wheels with the tags that it is told."""
+    """pip only accepts wheels with the tags that it is given."""
     told = {*wheels.PLATFORMS, "any"}
     for name in wheels.PACKAGES:
         lines = (importlib.metadata.distribution(name).read_text("WHEEL") or "").splitlines()

@@ -1,4 +1,4 @@
-"""What the parts of the GPU check do with their measurements, without a GPU: fakes, and a tiny engine on the CPU."""
+"""How the parts of the GPU check use their measurements, without a GPU: with fakes, and a tiny engine on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPANS = [KernelSpan("attend", 0.0, 60.0), KernelSpan("mm", 60.0, 90.0), KernelSp
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A part on a card: full sizes, measured rates that are an H200's."""
+    """Pretend to run on a card: full sizes, with measured rates of an H200."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(common, "limits", lambda rehearse: floors.H200)
     return common.Place(report.Report("part", tmp_path / "rows"), rehearse=False)
@@ -103,7 +103,7 @@ def test_the_whole_ladder_is_captured(tiny: Any) -> None:
 
 
 class FakeLLM:
-    """Room for 400 requests of 1000 in and out."""
+    """Has room for 400 requests of 1000 tokens in and out."""
 
     _replicas = SimpleNamespace(facts=SimpleNamespace(kv_cache_tokens=800_000))
 
@@ -123,7 +123,7 @@ def fake_server(recipe: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def on_a_card(here: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Every part's measurements are made up: only what becomes of them is its own."""
+    """Replace every part's measurements; only the evaluation is real."""
     speed, mixed, idle, start = (load_module(f"parts.{name}") for name in ("speed", "mixed", "idle", "start"))
     times, server, invariance = (load_module(f"parts.{name}") for name in ("attention_times", "server", "invariance"))
     offline = load_module("parts.offline")
@@ -158,7 +158,7 @@ def on_a_card(here: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 LLAMA_HEADS = {"heads": 32, "kv_heads": 8, "size": 128}
-# It reads the card's memory itself, and has no figure beside that.
+# It reads the card's memory itself, and has no other figure.
 READS_THE_CARD = "memory"
 
 
@@ -214,7 +214,7 @@ def off(paged_attention: Any, *arguments: Any, **how: Any) -> torch.Tensor:
 
 
 def test_every_kernel_has_a_time(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part as on a card, but for the times themselves."""
+    """Runs the part as on a card, except for the times themselves."""
     bench = load_module("parts.bench")
     monkeypatch.setattr(common, "place", lambda name: here)
     monkeypatch.setattr(type(here), "device", "cpu")
@@ -238,7 +238,7 @@ def test_without_flash_attention_its_rows_say_why(on_a_card: Any, monkeypatch: p
 
 
 def test_attention_that_is_timed_computes_what_it_should(tiny: Any) -> None:
-    """In Triton's interpreter with upper bounds on the host, as on a card, and by the kernels of a CPU."""
+    """In Triton's interpreter with upper bounds on the host, as on a card, and with CPU kernels."""
     pytest.importorskip("triton")
     times = load_module("parts.attention_times")
     bench = times.Bench(tiny)

@@ -1,4 +1,4 @@
-"""Results of several runs as one, and the page that is written from them."""
+"""Results of several runs are merged, and the page is written from them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_runs_are_merged_by_their_dates() -> None:
 def test_newest_figures() -> None:
     found = {(one.row.part, one.row.name): (one.row.value, one.run) for one in results.newest_figures([FIRST, SECOND])}
     assert found == {
-        ("kernels", "norm"): ("1e-3", 2),  # it ran to its end: the older failure is gone
+        ("kernels", "norm"): ("1e-3", 2),  # a complete run: the older failure is gone
         ("speed", SPEED): (7.1, 2),
         ("speed", f"{SPEED}: share of the floor"): (0.745, 1),  # the newer attempt ended before it
         ("mixed", "decode, equal contexts"): (10.0, 1),
@@ -80,7 +80,7 @@ def test_the_page_says_what_was_seen_and_in_which_run() -> None:
 
 
 def test_the_page_is_current() -> None:
-    """Else: python tests/gpu/figures.py."""
+    """If this fails, run: python tests/gpu/figures.py."""
     assert figures.renew(figures.PAGE.read_text(), results.read_runs(figures.RESULTS)) == figures.PAGE.read_text()
 
 

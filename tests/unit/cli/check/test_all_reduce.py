@@ -1,4 +1,4 @@
-"""How the GPUs of a host take part in the all-reduce of the check. NCCL and the GPUs are fakes."""
+"""How the GPUs of a host take part in the check's all-reduce. NCCL and the GPUs are fakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASK = AllReduceTask(address="10.0.0.1", port=5, size=2, rank=1, own_address="10
 
 
 class RankProcess:
-    """Stands for a process of one GPU, which has found what is told."""
+    """Stands in for the process of one GPU, and returns the given findings."""
 
     found: AllReduceResult
     tasks: list[GpuRankTask]
@@ -37,7 +37,7 @@ class RankProcess:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that what is set is taken back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
 
 

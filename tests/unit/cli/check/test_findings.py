@@ -1,4 +1,4 @@
-"""What is derived from the measurements; each line names hosts, cause and remedy."""
+"""Findings derived from the measurements; each line names hosts, cause and remedy."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_no_connection_in_one_direction() -> None:
 def test_large_packets_lost(passing: int, words: str) -> None:
     results = healthy()
     results.reaches = [Reach(source=a, target=1 - a, large_lost="there", path_mtu=passing) for a in (0, 1)]
-    problem = only_problem(results)  # once for the pair
+    problem = only_problem(results)  # once per pair
     assert words in problem and "1500" in problem and "node 0 (host0) <-> node 1 (host1)" in problem
 
 

@@ -1,4 +1,4 @@
-"""Each shape of linear layer of a model is tried, and a shape that depends on the batch is reported."""
+"""Each shape of a model's linear layers is tried, and a shape whose results depend on the batch is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines as NCCL writes them, with the ranks, channels and cards of an imagined cluster."""
+"""Lines in NCCL's format, with the ranks, channels and cards of an imaginary cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ gpu-a:411:498 [0] NCCL INFO Using network IB
         (["1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA", "0[0] -> 1[0] [send] via NET/Socket/0"], "NET/Socket"),
         (["0[1b000] -> 1[43000] [send] via NET/AWS Libfabric/0/GDRDMA"], "NET/AWS Libfabric/GDRDMA"),
         (["0[0] -> 1[1] via P2P/CUMEM/read", "1[1] -> 2[0] [send] via NET/Socket/1"], "NET/Socket"),
-        (["0[0] -> 1[1] via SHM/direct/direct"], "NET/IB"),  # what the network would be
+        (["0[0] -> 1[1] via SHM/direct/direct"], "NET/IB"),  # the transport over the network
     ],
 )
 def test_slowest_transport(lines: list[str], expected: str) -> None:

@@ -46,7 +46,7 @@ def test_datagrams_are_heard() -> None:
 
 @pytest.mark.slow
 def test_silent_host_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and never answers
         monkeypatch.setattr(probe, "EXCHANGE_SECONDS", 0.05)
         (found,) = probe.reach_all(host(0, 1), [host(1, silent.getsockname()[1])])
     assert found.failure == "timeout"

@@ -1,4 +1,4 @@
-"""Node 0's course when other nodes fail during the check; whole runs are in tests/e2e/test_check.py."""
+"""Node 0 when other nodes fail during the check; whole runs are in tests/e2e/test_check.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScriptedHost:
 
 
 class ScriptedGroup:
-    """The other nodes. At a task of the given type node 1 answers with `garbage`, or ends if that is None."""
+    """The other nodes. For a task of the given type, node 1 answers with `garbage`, or disconnects if that is None."""
 
     def __init__(self, size: int, silent_at: type[msgspec.Struct] | None, garbage: bytes | None) -> None:
         self._hosts = {rank: ScriptedHost(rank, size) for rank in range(1, size)}

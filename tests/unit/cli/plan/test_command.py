@@ -1,4 +1,4 @@
-"""`serve-llm plan` as it is called on the command line."""
+"""`serve-llm plan` on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support import published
             "captured CUDA graphs do not give out hidden states; add --enforce-eager",
             "--enforce-eager",
         ),
-        (  # 8-bit floats are then only stored
+        (  # fp8 is then a storage format only
             published.LLAMA_8B,
             "--gpu a100-80g --quantization fp8",
             "a a100-80g does not multiply 8-bit floats",

@@ -1,4 +1,5 @@
-"""What is counted for weights of 4 and 8 bits is what ranks hold: packed checkpoints, and those quantised at load."""
+"""The bytes counted for weights of 4 and 8 bits are those that ranks hold, for packed checkpoints and for weights
+quantised while loading."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def panels_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_held(directory: Path, layout: ParallelLayout, device: str, **options: object) -> tuple[list[int], list[int]]:
-    """Bytes that each rank holds, and those that are counted. device: whose kernels the weights are packed for."""
+    """Return the bytes that each rank holds, and the counted ones. device: whose kernels the weights are packed for."""
     sizes = {"tensor_parallel_size": layout.tp_size, "pipeline_parallel_size": layout.pp_size}
     chosen = make_options(str(directory), device="cpu", kv_cache_memory="1MiB", **sizes, **options)
     config, spec, weight_map = resolve_all(chosen, str(directory), read_config(directory))
@@ -55,14 +56,14 @@ def count_held(directory: Path, layout: ParallelLayout, device: str, **options: 
 
 
 def check(directory: Path, device: str = "cpu", **options: object) -> None:
-    """With the weights of the checkpoint, and on two ranks with random ones."""
+    """Check with the weights of the checkpoint, and on two ranks with random ones."""
     for tensor, pipeline in GRIDS:
         for load_format in ("auto", "dummy") if tensor == 2 else ("auto",):
             chosen = {"load_format": load_format, **options}
             held, counted = count_held(directory, ParallelLayout(tensor, pipeline), device, **chosen)
             if device == "cpu":
                 assert held == counted
-            else:  # the numbers of a rank's experts are not counted
+            else:  # the values of a rank's experts are not counted
                 assert all(0 <= one - other <= 64 for one, other in zip(held, counted, strict=True))
 
 
@@ -83,7 +84,7 @@ def test_packed_checkpoints(packing: Packing, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "numbers"), [("llama", 2 * 2), ("deepseek_v3", 1)])
 def test_scales_of_the_kv_cache(family: str, numbers: int, tmp_path: Path) -> None:
-    """Float32 for the keys and values of each of the rank's two KV heads; for latent rows one."""
+    """Two float32 scales for each of the rank's KV heads; one for latent rows."""
     make_checkpoint(tmp_path, family)
     spec, _ = read_model(read_config(tmp_path))
     shard = build_shard(spec, ParallelLayout(2), rank=1)
@@ -117,7 +118,7 @@ def test_embedding_and_head_of_packed_checkpoints(is_tied: bool, dtype: str, tmp
     "packing", [Packing("awq", group_size=128), Packing("compressed", bits=8, group_size=0)], ids=str
 )
 def test_a_published_model_takes_no_more_than_its_checkpoint(name: str, packing: Packing) -> None:
-    """Tied, and with a head of its own; 1.15 times as much would do."""
+    """Models with a tied and with a separate head; the limit is 1.15 times the checkpoint."""
     spec, _ = read_model({**getattr(published, name), "quantization_config": quantization_config(packing)})
     shard = build_shard(spec, ParallelLayout(), 0)
     counted = weight_bytes(spec.with_packed_tables(rounds=True), shard, 2, "cpu")
@@ -200,7 +201,7 @@ def test_mxfp4_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("kernels_of_a_gpu")
 @pytest.mark.parametrize("quantization", ["int4-g32", "int8", "fp8"])
 def test_while_loading_on_a_gpu(quantization: str, tmp_path: Path) -> None:
-    """fp8 as it is without rounded activations."""
+    """fp8 without rounded activations."""
     make_checkpoint(tmp_path, "qwen3_moe", **(SIZES[""] | HEADS | SIZES["qwen3_moe"]))
     check(tmp_path, "cuda", quantization=quantization)
 

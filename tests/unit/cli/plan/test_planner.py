@@ -1,4 +1,4 @@
-"""What fits where, and what is suggested, for well-known shapes."""
+"""Which models fit where, and what is suggested, for well-known shapes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_suggestions(
 def test_a_smaller_grid_than_the_suggested_one_does_not_fit() -> None:
     stated = plan(published.LLAMA_70B, {"gpu": "h100"}, tensor_parallel_size=2).chosen
     assert not stated.fits and stated.missing_bytes > 0
-    odd = plan(published.LLAMA_70B, {"gpu": "h100"}, tensor_parallel_size=3)  # the engine takes it; guidance does not
+    odd = plan(published.LLAMA_70B, {"gpu": "h100"}, tensor_parallel_size=3)  # supported, but not suggested
     assert odd.chosen.fits and odd.suggested is not None and odd.suggested.layout.tp_size == 4
 
 
@@ -74,7 +74,7 @@ def test_unknown_keys_that_are_allowed(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_what_a_rank_holds_by_hand() -> None:
-    """Llama 8B on 2 x 2: 16 layers a stage, half of every matrix; the norms whole."""
+    """Llama 8B on 2 x 2: 16 layers per stage, half of every matrix, and whole norms."""
     found = plan(published.LLAMA_8B, {"gpu": "h100"}, tensor_parallel_size=2, pipeline_parallel_size=2).chosen
     width, head_dim, ffn, vocabulary = 4096, 128, 14336, 128256
     attention = (16 + 2 * 4) * head_dim * width + width * 16 * head_dim
@@ -142,7 +142,7 @@ def test_data_parallel_engines_share_the_machines() -> None:
 
 
 def test_engines_that_share_out_experts() -> None:
-    """Mixtral 8x7B: 93.4 GB of weights, 90.2 GB of them experts."""
+    """Mixtral 8x7B has 93.4 GB of weights, of which 90.2 GB are experts."""
     shared = {"enable_expert_parallel": True, "max_model_len": "8k"}
     found = plan(published.MIXTRAL_8X7B, {"gpu": "h100", "nodes": 2}, data_parallel_size=4, **shared)
     assert found.suggested is not None and found.suggested.layout == ParallelLayout()
@@ -213,7 +213,7 @@ def test_an_unknown_architecture_is_named() -> None:
 
 
 def test_engines_beyond_the_devices_do_not_fit() -> None:
-    """Llama 70B takes four H100 for each engine."""
+    """Llama 70B needs four H100s for each engine."""
     found = plan(published.LLAMA_70B, {"gpu": "h100"}, data_parallel_size=4)
     assert not found.chosen.fits and found.suggested is None and found.nodes_needed == 2
     alone = plan(published.LLAMA_8B, {"gpu": "h100"}, data_parallel_size=9).chosen
@@ -272,9 +272,10 @@ def test_what_is_short_is_said() -> None:
 
 
 def test_adapters_take_room() -> None:
-    """Llama 8B has 41,943,040 numbers of adapters for rank 16 inside, and those of the embedding and the head; the
-    products of 1024 rows are those of a feed-forward layer. DoRA has two float32 numbers for each of the 1,376,256
-    outputs and those of the embedding and the head. A GPU has three slots, and an adapter that is loaded into one."""
+    """Llama 8B's adapters of rank 16 have 41,943,040 values in the layers, plus those of the embedding and the head;
+    products of 1024 rows are those of a feed-forward layer. DoRA has two float32 values for each of the 1,376,256
+    outputs and those of the embedding and the head. A GPU holds three slots, and an adapter that is being loaded into
+    one."""
     base = plan(published.LLAMA_8B, {"gpu": "h100"}).chosen
     found = plan(published.LLAMA_8B, {"gpu": "h100"}, enable_lora=True, max_loras=3).chosen
     assert base.ranks[0].adapters == 0
@@ -300,7 +301,7 @@ def test_a_draft_model_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
     given: dict[str, object] = {"tensor_parallel_size": 2, "max_model_len": 8192}
     base = plan(published.LLAMA_8B, {"gpu": "h100"}, **given).chosen
     found = plan(published.LLAMA_8B, {"gpu": "h100"}, **given, speculative_config=str(tmp_path)).chosen
-    cache = 16 * 8192 * 16 * 2 * 8 * 64 * 2  # requests, tokens, layers, keys and values, heads, numbers, bytes
+    cache = 16 * 8192 * 16 * 2 * 8 * 64 * 2  # requests, tokens, layers, keys and values, KV heads, head_dim, bytes
     taken = [rank.draft_model for rank in found.ranks]
     assert taken[1] == 0 and abs(taken[0] - cache - 1_235_814_400 * 2) < 1 << 20
     lost = base.ranks[0].kv_cache - found.ranks[0].kv_cache
@@ -308,23 +309,24 @@ def test_a_draft_model_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
 
 
 def test_a_head_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
-    """The published EAGLE-3 head for Llama 3.1 8B has 424,689,664 numbers, and reads the model's embedding."""
+    """The published EAGLE-3 head for Llama 3.1 8B has 424,689,664 parameters, and reads the model's embedding."""
     head = published.LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000, "max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps(head))
     config = {"method": "eagle3", "model": str(tmp_path)}
     given: dict[str, object] = {"enforce_eager": True, "max_model_len": 8192}
     found = plan(published.LLAMA_8B, {"gpu": "h100"}, **given, speculative_config=config).chosen
-    cache = 16 * 8192 * 2 * 8 * 128 * 2  # requests, tokens, keys and values, heads, numbers, bytes
+    cache = 16 * 8192 * 2 * 8 * 128 * 2  # requests, tokens, keys and values, KV heads, head_dim, bytes
     assert abs(found.ranks[0].draft_model - cache - 2 * (424_689_664 + 128_256 * 4096)) < 1 << 20
     with pytest.raises(OptionError, match="captured CUDA graphs do not give out hidden states; add --enforce-eager"):
         plan(published.LLAMA_8B, {"gpu": "h100"}, speculative_config=config)
 
 
 def test_an_mtp_layer_takes_room_beside_the_first_rank() -> None:
-    """GLM-4.5-Air's has 2.375 billion numbers, beside the model's embedding and LM head. Stages go with it."""
+    """GLM-4.5-Air's MTP layer has 2.375 billion parameters besides the model's embedding and LM head. It works with
+    stages."""
     given: dict[str, object] = {"enforce_eager": True, "max_model_len": 8192, "tensor_parallel_size": 4}
     found = plan(published.GLM_4_5_AIR, {"gpu": "h200"}, **given, speculative_config="mtp").chosen
-    cache = 16 * 8192 * 2 * 8 * 128 * 2  # requests, tokens, keys and values, heads, numbers, bytes
+    cache = 16 * 8192 * 2 * 8 * 128 * 2  # requests, tokens, keys and values, KV heads, head_dim, bytes
     shared = 2 * 151_552 * 4096
     taken = [rank.draft_model for rank in found.ranks]
     assert taken[1:] == [0, 0, 0]
@@ -352,7 +354,7 @@ def test_fp8_is_for_gpus_that_multiply_it() -> None:
 
 
 def test_host_memory_in_which_no_block_fits() -> None:
-    """A block takes 2 MiB, with two tensor-parallel ranks half of it on each."""
+    """A block takes 2 MiB; with two tensor-parallel ranks, each holds half of it."""
     options = make_options("model", kv_offload_memory="1MiB")
     found = build_plan(options, HardwareOptions(gpu="h100"), published.LLAMA_8B, None, states_layout=True)
     assert (found.chosen.missing_bytes, found.chosen.missing_for) == (2**20, "one block in --kv-offload-memory")

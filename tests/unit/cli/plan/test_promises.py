@@ -1,4 +1,4 @@
-"""What `plan` promises holds: what fits starts, and what is suggested or advised fits when it is followed."""
+"""The promises of `plan` hold: a deployment that fits starts, and suggestions and advice fit when they are followed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ random_models = st.builds(
     st.sampled_from([None, *PACKED]),
 )
 models = st.one_of(st.sampled_from(FIXED_MODELS), random_models)
-CONFLICTS = re.compile(  # what the server refuses too
+CONFLICTS = re.compile(  # combinations that the server refuses too
     "this model has no experts|the checkpoint is quantised already|does not multiply 8-bit floats|"
     "tokens that this model allows|adapters do not apply to GGUF|adapters are served by the ranks of one host|"
     "one rank has all experts anyway|MTP layers of|the checkpoint has no MTP layer|do not give out hidden states|"
@@ -96,7 +96,7 @@ DRAFTS = {"same": "a", "other": "b"}  # directory of a draft model -> its tokeni
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory: "model", which has a tokenizer and no weights, and the draft models."""
+    """Change to a working directory with "model", which has a tokenizer and no weights, and the draft models."""
     home = tmp_path_factory.mktemp("promises")
     for name, token in {"model": "a", **DRAFTS}.items():
         (home / name).mkdir()
@@ -120,7 +120,7 @@ def plan_and_advise(
 
 
 def try_devices(options: Options, plan: MemoryPlan, raw: dict[str, object]) -> None:
-    """What the engines check before they load weights, on machines as planned. Raises ServeError."""
+    """Run the engines' checks before they load weights, on machines as planned. Raises ServeError."""
     hardware, layout = plan.hardware, plan.chosen.layout
     sizes = {"tensor_parallel_size": layout.tp_size, "pipeline_parallel_size": layout.pp_size}
     stated = replace(options, **sizes)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ def test_engines_start_in_the_memory_in_which_they_fit(
     quantization: str,
     kv_cache_dtype: str,
 ) -> None:
-    """Real engines on a machine of which each rank finds free what its weights leave."""
+    """Real engines start on a machine where each rank's free memory is what its weights leave."""
     directory, raw = checkpoint
     formats = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     chosen: dict[str, Any] = formats | {"device": "cpu", "max_num_batched_tokens": 128, "max_num_seqs": 8}

@@ -80,7 +80,7 @@ QUANTISED = ["llama", "llama-one-kv-head", "qwen2-tied", "gpt2", "opt-narrow-pos
 def build(
     spec: ModelSpec, grid: ParallelLayout, rank: int, device: str, model_dtype: torch.dtype
 ) -> tuple[Decoder, int]:
-    """The rank's decoder with empty tensors, and the bytes that it asked the loader for."""
+    """Build the rank's decoder with empty tensors. Returns it and the bytes that it requested from the loader."""
     asked = 0
 
     def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -171,7 +171,8 @@ def test_int8(variant: str, stored: bool, tmp_path: Path) -> None:
     ],
 )
 def test_large_models(name: str, tensor: int, pipeline: int) -> None:
-    """With tensors that have a shape only: what the loader would ask for on every rank, and hold on a GPU."""
+    """With tensors that have only a shape: the bytes requested from the loader on every rank, and those held on a
+    GPU."""
     spec, _ = read_model(getattr(published, name))
     grid = ParallelLayout(tensor, pipeline)
     for rank in range(grid.size):
@@ -191,4 +192,4 @@ def test_fp8(variant: str, tmp_path: Path) -> None:
             decoder, asked = build(spec, grid, rank, "meta", torch.bfloat16)
             expected = weight_bytes(spec, build_shard(spec, grid, rank), 2, "cuda")
             assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
-            assert grid.size > 1 or expected.held < expected.loaded  # small shares are padded by more
+            assert grid.size > 1 or expected.held < expected.loaded  # padding is larger relative to small shares

@@ -1,4 +1,4 @@
-"""Ranks on other hosts get the files of an adapter with the step that needs it, as long as they do not hold it."""
+"""Ranks on other hosts get an adapter's files with the step that needs it, unless they already hold it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def admit(*adapters: tuple[Adapter | None, int | None]) -> SchedulerOutput:
 
 
 def list_sent(step: SchedulerOutput | None) -> list[str]:
-    """The configs of the files that go with the requests of a step, as ranks decode it."""
+    """Return the configs of the files that a step's requests carry, as ranks decode them."""
     if step is None:
         return []
     step = msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=SchedulerOutput)
@@ -42,8 +42,8 @@ def test_files_go_out_when_they_are_needed(adapters: list[Adapter]) -> None:
     assert sender.add_files(admit((None, None))) is None
     assert list_sent(sender.add_files(admit((a, 0), (None, None), (a, 0), (b, 1)))) == ["config a", "config b"]
     assert sender.add_files(admit((b, 1), (a, 0))) is None
-    assert list_sent(sender.add_files(admit((c, 0)))) == ["config c"]  # which pushes out a
-    assert list_sent(sender.add_files(admit((a, 0)))) == ["config a"]  # which pushes out c
+    assert list_sent(sender.add_files(admit((c, 0)))) == ["config c"]  # evicts a
+    assert list_sent(sender.add_files(admit((a, 0)))) == ["config a"]  # evicts c
 
 
 def test_what_ranks_keep_in_host_memory_is_not_sent_again(adapters: list[Adapter]) -> None:

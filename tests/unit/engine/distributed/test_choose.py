@@ -1,4 +1,4 @@
-"""The rule that chooses an executor, and the facts that it looks at."""
+"""The rule that chooses an executor, and the facts that it considers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment of ranks on other nodes."""
+"""The environment of ranks on other nodes."""
 
 from __future__ import annotations
 

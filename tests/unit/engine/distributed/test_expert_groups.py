@@ -1,4 +1,4 @@
-"""What engines that share experts tell each other before their ranks join the expert-parallel groups."""
+"""Messages between engines that share experts before their ranks join the expert-parallel groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = host_id()
 def join(
     directory: Path, host_ids: Sequence[Sequence[str]], address: str = "", device: str = "cpu"
 ) -> list[list[ExpertGroupSetup]]:
-    """host_ids: of each engine's ranks. Returns how they join."""
+    """Let all engines join. host_ids: of each engine's ranks. Returns how they join."""
     engines = len(host_ids)
     config = replace(CONFIG, device=device, data_parallel_size=engines, enable_expert_parallel=True)
     groups = [

@@ -39,10 +39,10 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Following:
-    """A follower in a thread, and the test as its node 0."""
+    """A follower in a thread; the test acts as its node 0."""
 
     def __init__(self, engines: Sequence[int] = (0,)) -> None:
-        """engines: that have ranks on this node. The test listens for each of them, and speaks as the first."""
+        """engines: those with ranks on this node. The test listens for each of them, and acts as the first."""
         self.endpoint = Endpoint("127.0.0.1", "s")
         listeners = [self.endpoint.listen() for _ in engines]
         self.sockets = [listener for listener, _ in listeners]
@@ -63,7 +63,7 @@ class Following:
             self.result = error
 
     def await_message(self, kind: type[messages.FromNode]) -> messages.FromNode:
-        """Answers go to the sender."""
+        """Wait for a message. Answers go to its sender."""
         while True:
             assert self.socket.poll(LIMIT * 1000)
             self.peer, frame = self.socket.recv_multipart()

@@ -1,4 +1,4 @@
-"""The processes of ranks: a warning before more start than the host has cores for."""
+"""The processes of ranks: a warning if more start than the host has cores for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages between executor and ranks, and what they say about a process."""
+"""The messages between executor and ranks, and how they describe a process."""
 
 from __future__ import annotations
 

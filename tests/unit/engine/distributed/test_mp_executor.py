@@ -17,7 +17,7 @@ from support.config import CONFIG
 
 
 class Steps:
-    """A step channel that answers immediately, and records the time limits."""
+    """A step channel that answers immediately, and records timeouts."""
 
     def __init__(self) -> None:
         self.limits: list[float] = []
@@ -57,6 +57,6 @@ def test_a_gpus_steps_have_less_time_once_many_had_results(
     [("cpu", 1, False, 1), ("cuda", 1, True, 2), ("cpu", 3, False, 3), ("cuda", 3, False, 4)],
 )
 def test_steps_in_flight(device: str, stages: int, is_asynchronous: bool, depth: int) -> None:
-    """On GPUs a stage has the next step before the host has the ids of the last one."""
+    """On GPUs, a stage has the next step before the host has the ids of the last one."""
     config = replace(CONFIG, device=device, pipeline_parallel_size=stages, async_scheduling=is_asynchronous)
     assert build(config)[0].depth == depth

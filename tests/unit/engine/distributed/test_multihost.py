@@ -36,10 +36,10 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Master:
-    """`MultiHostLeader`, and how to reach it."""
+    """A `MultiHostLeader` and its address."""
 
     def __init__(self, *, engine: int = 0, replaces: bool = False, **options: object) -> None:
-        """engine: that comes first of those with ranks on other nodes."""
+        """engine: the first one with ranks on other nodes."""
         self.endpoint = Endpoint("127.0.0.1", "s")
         self.port = free_port()
         self.engine = engine

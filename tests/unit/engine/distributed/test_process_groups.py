@@ -1,4 +1,4 @@
-"""Which groups and links a rank on a GPU builds; torch's are fakes that record how they are made."""
+"""The groups and links that a rank on a GPU builds; fakes of torch's groups record how they are made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORE = object()
 
 
 class Torchs:
-    """A `TorchGroup` that records how it was made."""
+    """A fake `TorchGroup` that records how it was made."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_group, "connect_store", lambda *_: STORE)
     monkeypatch.setattr(process_groups._GroupBuilder, "check_gpus", lambda self: None)
     monkeypatch.setattr(process_groups, "find_interface", lambda address: f"eth of {address}")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that what is set is taken back
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that monkeypatch restores it
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
 
 
@@ -66,7 +66,7 @@ def build(
 
 
 def build_experts(address: str, **fields: Any) -> tuple[Torchs, Callable[[], object]]:
-    """The expert-parallel group of rank 1 in engine 2 of 3."""
+    """Build the expert-parallel group of rank 1 in engine 2 of 3."""
     engines = {"data_parallel_size": 3, "data_parallel_rank": 2, "enable_expert_parallel": True}
     setup = messages.ExpertGroupSetup([], "10.0.0.1", 5)
     group, wait_for_all = process_groups.build_expert_group(setup, replace(CONFIG, **engines | fields), 1, address)

@@ -1,4 +1,4 @@
-"""How actors end, in Ray's words and in ours. The words are those of Ray 2.60, shortened where there are dots."""
+"""Ray's messages about the end of actors, and our errors. The messages are those of Ray 2.60, shortened at the dots."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from serve_llm.engine.distributed.ray.discovery import LOCAL, find_cluster
 
 
 def write_current_cluster(folder: Path, address: str) -> dict[str, str]:
-    """As `ray start` does; the environment that names the folder."""
+    """Write the address of the current cluster as `ray start` does. Returns the environment that names the folder."""
     (folder / "ray").mkdir(exist_ok=True)
     (folder / "ray" / "ray_current_cluster").write_text(address)
     return {"RAY_TMPDIR": str(folder)}

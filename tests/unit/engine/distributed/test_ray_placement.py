@@ -1,4 +1,4 @@
-"""Placement of ranks on a cluster."""
+"""Placement of ranks on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def placed(nodes: list[RayNode], tensor: int, pipeline: int = 1) -> str:
     [
         (cluster(2, 2), 2, 2, "0011"),
         (cluster(2, 2, driver=1), 2, 2, "1100"),
-        (cluster(0, 2, 2), 2, 2, "1122"),  # a head without devices
+        (cluster(0, 2, 2), 2, 2, "1122"),  # a head node without devices
         (cluster(4, 4), 2, 2, "0000"),  # the second stage stays near the first
         (cluster(1, 4), 2, 2, "1111"),
         (cluster(3, 4), 4, 1, "1111"),
         (cluster(8, 8), 8, 2, "0000000011111111"),
-        (cluster(2, 4), 2, 2, "1111"),  # whole on another node rather than in two parts
+        (cluster(2, 4), 2, 2, "1111"),  # as a whole on another node rather than in two parts
         (cluster(1, 1), 1, 2, "01"),
         (cluster(2, 2), 4, 1, "0011"),  # no node can hold the group
         (cluster(1, 2, 1), 4, 1, "0112"),
         (cluster(1, 3, 1), 4, 1, "0111"),  # over as few nodes as possible
-        (cluster(3, 3), 2, 3, "001101"),  # two whole groups and one of what is left
+        (cluster(3, 3), 2, 3, "001101"),  # two whole groups, and one on the rest
     ],
 )
 def test_places(nodes: list[RayNode], tensor: int, pipeline: int, expected: str) -> None:

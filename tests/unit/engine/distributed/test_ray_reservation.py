@@ -1,4 +1,4 @@
-"""When a placement group is given up. In a process of its own, because Ray changes the process that imports it."""
+"""When a placement group is released. Runs in a separate process, because Ray changes the process that imports it."""
 
 from __future__ import annotations
 

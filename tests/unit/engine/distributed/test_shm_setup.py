@@ -74,7 +74,8 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def test_a_stage_on_each_host(endpoint: Endpoint) -> None:
-    """Memory inside the stages, none between them; the first rank of the other host makes that host's."""
+    """Stages share memory inside a host, but not between hosts; the first rank on the other host creates that host's
+    memory."""
     setup = RankSetup(ParallelLayout(2, 2), ["a", "a", "b", "b"], "a", 1000, endpoint)
     assert setup.requests() == {0: SetupChannels(2, 2, [], 1000, True), 2: SetupChannels(2, 2, [2, 3], 1000, False)}
     there = HostSetup(ParallelLayout(2, 2), [2, 3], 1000)
@@ -107,7 +108,7 @@ def test_a_tensor_group_over_hosts(endpoint: Endpoint) -> None:
 
 
 def test_stages_that_lie_on_two_hosts(endpoint: Endpoint) -> None:
-    """Three hosts, two ranks each, groups of three: inside the middle host there is no link, but memory."""
+    """Three hosts with two ranks each, in groups of three: the middle host has shared memory, but no link."""
     setup = RankSetup(ParallelLayout(3, 2), ["a", "a", "b", "b", "c", "c"], "a", 1000, endpoint)
     assert setup.tp_groups_across_hosts == [range(3), range(3, 6)]
     middle = HostSetup(ParallelLayout(3, 2), [2, 3], 1000)

@@ -39,7 +39,7 @@ def test_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ray_is_not_imported_where_it_is_not_chosen() -> None:
-    """Nor torch: ranks must start first."""
+    """Nor is torch: ranks must start first."""
     program = (
         "import sys, serve_llm.engine.__main__\n"
         "from serve_llm.engine.distributed.start import start_workers\n"

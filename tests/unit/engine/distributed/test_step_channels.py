@@ -1,4 +1,4 @@
-"""The step channel: over rings, over sockets, and both together."""
+"""The step channel over rings, over sockets, and over both together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_ranks_read_each_step_and_one_answers() -> None:
 
 
 def test_large_steps_and_large_answers_do_not_wait_for_each_other() -> None:
-    """A rank takes no second step before it is rid of its first answer, which does not fit into the ring."""
+    """A rank takes no second step until its first answer, which does not fit into the ring, has been sent."""
     steps, answers = Ring.create(1, 64), Ring.create(1, 64)
     channel = RingSteps(steps, answers)
     messages = [bytes([number]) * 5000 for number in range(4)]
@@ -64,7 +64,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def serve_remote(url: str, rank: int, answers: bool, count: int) -> list[bytes]:
-    """A rank on another host, which its starter would end; here, after so many steps."""
+    """Serve this many steps as a rank on another host, which its launcher would end."""
     source = SocketSource(url, "secret", rank)
     taken = []
     for _ in range(count):
@@ -139,7 +139,7 @@ def test_ranks_that_open_no_channel_are_named(endpoint: Endpoint) -> None:
     remote = SocketSteps(endpoint, [3, 5])
     source = SocketSource(remote.url, "secret", 5)
     with pytest.raises(EngineError, match=r"ranks \[3\] did not open"):
-        while True:  # until that of rank 5 has arrived
+        while True:  # until the message of rank 5 has arrived
             try:
                 remote.connect(0.2)
             except EngineError as error:

@@ -23,7 +23,7 @@ LIMIT = 60.0
 
 
 class Ranks:
-    """See `LaunchedWorkers`: two ranks; the test decides when they end."""
+    """Two fake ranks as `LaunchedWorkers`; the test decides when they end."""
 
     def __init__(self, address: str) -> None:
         self.gone: dict[int, str] = {}
@@ -74,7 +74,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def hello(ranks: Ranks, *, through: tuple[messages.FromRank, ...] = ()) -> WorkerGroup:
-    """Both ranks have said Hello, and what is in `through`."""
+    """Send Hello from both ranks, and wait for the messages in `through`."""
     for rank in range(2):
         ranks.say(rank, messages.build_hello(rank))
         for message in through:
@@ -86,7 +86,7 @@ def hello(ranks: Ranks, *, through: tuple[messages.FromRank, ...] = ()) -> Worke
 def test_one_message_from_each_in_rank_order_also_when_some_are_ahead(ranks: Ranks) -> None:
     ranks.say(1, messages.build_hello(1))
     ranks.say(1, GroupsReady())
-    ranks.say(1, LoadDone(11, 8, THREADS))  # before rank 0 has said anything
+    ranks.say(1, LoadDone(11, 8, THREADS))  # before any message from rank 0
     ranks.say(0, messages.build_hello(0))
     worker_group: WorkerGroup = ranks.worker_group
     assert [said.rank for said in worker_group.gather(messages.WorkerHello, LIMIT)] == [0, 1]
@@ -107,7 +107,7 @@ def test_stats_of_the_expert_load_balancer_are_summed_over_the_ranks(ranks: Rank
         ranks.say(rank, GroupsReady())
     worker_group.gather(GroupsReady, LIMIT)
     assert worker_group.eplb_stats == EPLBStats(2, 3, 300, 9.0, 12.0, 10.0)
-    ranks.say(0, messages.ExpertsPlaced(EPLBStats(2, 4, 400, 6.0, 6.0, 6.0)))  # takes the place of its last one
+    ranks.say(0, messages.ExpertsPlaced(EPLBStats(2, 4, 400, 6.0, 6.0, 6.0)))  # replaces its previous message
     ranks.say(0, LoadDone(10, 8, THREADS))
     worker_group.gather(LoadDone, LIMIT, [0])
     assert worker_group.eplb_stats == EPLBStats(3, 5, 500, 10.0, 10.0, 10.0)
@@ -236,7 +236,7 @@ def test_an_error_that_says_all_is_the_failure(ranks: Ranks) -> None:
 
 
 def on_other_hosts() -> tuple[WorkerGroup, Ranks]:
-    """A worker_group that is reached over TCP."""
+    """Build a worker group that is reached over TCP."""
     ranks = Ranks("inproc://unused")
 
     def launch(url: str) -> Ranks:
@@ -247,7 +247,7 @@ def on_other_hosts() -> tuple[WorkerGroup, Ranks]:
 
 
 def test_a_rank_whose_connection_is_lost_is_named() -> None:
-    """One that sent WorkerAlive: on another host, where nothing else watches it."""
+    """The rank had sent WorkerAlive: it is on another host, where nothing else watches it."""
     worker_group, made = on_other_hosts()
     lines = [CurveClient(made.address, "secret") for _ in range(2)]
     try:

@@ -1,4 +1,4 @@
-"""A rank that nothing on its host watches, and the order in which a rank starts steps and answers them."""
+"""A rank that nothing on its host watches, and the order in which a rank starts and answers steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_says_that_it_lives_and_ends_with_the_engine() -> None:
 
 
 class Script:
-    """Steps that arrive, and computations that end, as scripted. Both ends of a rank; nothing waits for them."""
+    """Scripts when steps arrive and computations end. Stands in for both ends of a rank; nothing waits for them."""
 
     def __init__(self, coming: list[int], seconds: int) -> None:
         """coming: number of polls until the next step arrives. seconds: polls until a step has been computed."""
@@ -54,13 +54,13 @@ class Script:
         self.looks = self.begun = self.answered = 0
         self.done_at: list[int] = []
         self.eplb_stats: EPLBStats | None = None
-        self.places_at: set[int] = set()  # steps before which experts are placed
+        self.places_at: set[int] = set()  # steps before which experts are moved
 
     @property
     def ready(self) -> bool:
         self.looks += 1
         if self.begun == len(self.coming):
-            return self.answered == self.begun  # then it is closed
+            return self.answered == self.begun  # then the channel is closed
         return self.looks >= self.coming[self.begun]
 
     def receive(self) -> bytes:
@@ -88,8 +88,8 @@ class Script:
     ("coming", "seconds", "log"),
     [
         ([0, 0, 0], 0, "begin 0, answer 0, begin 1, answer 1, begin 2, answer 2"),  # as on a CPU
-        ([0, 1, 2], 5, "begin 0, begin 1, begin 2, answer 0, answer 1, answer 2"),  # a GPU that has the next at once
-        ([0, 9, 18], 3, "begin 0, answer 0, begin 1, answer 1, begin 2, answer 2"),  # an engine that is slower
+        ([0, 1, 2], 5, "begin 0, begin 1, begin 2, answer 0, answer 1, answer 2"),  # a GPU that gets steps early
+        ([0, 9, 18], 3, "begin 0, answer 0, begin 1, answer 1, begin 2, answer 2"),  # a slower engine
     ],
 )
 def test_the_next_step_is_begun_as_soon_as_it_is_there(coming: list[int], seconds: int, log: str) -> None:
@@ -116,7 +116,7 @@ def test_placements_of_experts_are_reported_once_each() -> None:
 
 
 class TwoAtATime:
-    """A worker whose first step ends when the second has been begun; there is no third."""
+    """A worker whose first step ends when the second one has begun; there is no third."""
 
     eplb_stats = None
 

@@ -1,4 +1,4 @@
-"""What the draft model keeps of requests, and what it recomputes."""
+"""What the draft model keeps for requests, and what it recomputes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_target(number: int, num_prompt: int = 10, grammar: str = "") -> Sequenc
 
 
 def compute(sequences: DraftSequences, draft: DraftSequence, guesses: list[int]) -> None:
-    """Like the draft model: compute all ids except the last draft."""
+    """Compute all ids except the last draft, as the draft model does."""
     sequence = draft.sequence
     count = sequence.num_unscheduled + len(guesses) - 1
     assert sequences.reserve(draft, count, {sequence.request.id})

@@ -1,4 +1,4 @@
-"""Which EAGLE-3 heads are served, and what is said of others."""
+"""Which EAGLE-3 heads are served, and how others are refused."""
 
 from __future__ import annotations
 
@@ -138,6 +138,6 @@ def test_names_of_other_converters(served: Path, tmp_path: Path) -> None:
 
 
 def test_the_layers_that_it_looks_at() -> None:
-    """As its authors', vLLM and SGLang: what the layers 2, n / 2 and n - 3 read."""
+    """As in the authors' code, vLLM and SGLang, the head reads the inputs of layers 2, n / 2 and n - 3."""
     assert find_hidden_state_layers(32) == (2, 16, 29)
     assert find_hidden_state_layers(80) == (2, 40, 77)

@@ -1,4 +1,4 @@
-"""Which checkpoints have an MTP layer that is served, and what is said of others."""
+"""Which checkpoints have an MTP layer that is served, and how others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which draft models are served, and what is said of others."""
+"""Which draft models are served, and how others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks in files: found again by other stores, noticed when they are damaged, and never more than the limit."""
+"""Blocks in files: other stores find them, damage is noticed, and their size never exceeds the limit."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_another_engine_finds_what_one_wrote(start: Start) -> None:
     assert second.store.has(make_key(7)) and second.read(7, slot=3)
     assert second.content(3) == [bytes([7]) * size for size in SIZES]
     assert second.store.read_seconds is not None
-    assert second.write(7, slot=2)  # it is there
+    assert second.write(7, slot=2)  # it is already stored
     assert (first.store.stats.num_stored, second.store.stats.num_stored, second.store.stats.num_hits) == (1, 0, 1)
     assert second.store.stats.hit_bytes == sum(SIZES)
 
@@ -115,7 +115,7 @@ def flip(data: bytes) -> bytes:
 
 
 def rename(data: bytes) -> bytes:
-    """The header of another block."""
+    """Give the file the header of another block."""
     return data[:8] + bytes([9]) * 32 + data[40:]
 
 

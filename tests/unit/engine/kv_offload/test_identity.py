@@ -1,4 +1,4 @@
-"""The identity of blocks changes with whatever changes their content, and with nothing else."""
+"""The identity of blocks changes with everything that changes their content, and with nothing else."""
 
 from __future__ import annotations
 

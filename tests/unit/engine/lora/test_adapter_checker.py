@@ -1,4 +1,4 @@
-"""The files of adapters are read again only if they may have changed, and what is remembered of them is bounded."""
+"""Adapter files are read again only if they may have changed, and what is remembered about them is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bad adapter is refused whole, with one error that names what is wrong."""
+"""A bad adapter is refused as a whole, with one error that names the fault."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_bad_configs(tmp_path: Path, changed: dict[str, object], error: str) -> 
 
 
 def add(name: str, value: torch.Tensor | None) -> Callable[[Tensors], Tensors]:
-    """The tensors with another one, or without one."""
+    """Return the tensors with one added, or one removed."""
 
     def change(tensors: Tensors) -> Tensors:
         changed: dict[str, torch.Tensor | None] = {**tensors, name: value}

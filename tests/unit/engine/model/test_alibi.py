@@ -1,4 +1,4 @@
-"""The families with ALiBi: slopes, published config.json files, and what is refused."""
+"""The families with ALiBi: slopes, published config.json files, and refusals."""
 
 from __future__ import annotations
 

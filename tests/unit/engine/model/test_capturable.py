@@ -32,7 +32,7 @@ ROWS, BLOCKS, BLOCK_SIZE = 5, 9, 8
 
 
 class OnTheDevice(TorchDispatchMode):
-    """Fails if an operator gets a tensor of the host: everything from the host must have been copied before the
+    """Fails if an operator gets a tensor on the host: everything from the host must have been copied before the
     step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +124,6 @@ def test_what_would_be_noticed() -> None:
 
 @pytest.mark.parametrize("family", [family for family in WITH_EXPERTS if family not in HYBRIDS])
 def test_experts_in_8_bits_are_captured(family: str) -> None:
-    """One launch multiplies them all. They are packed by their numbers, so this decoder has some."""
+    """One launch multiplies all experts. They are packed by value, so this decoder has real numbers."""
     pytest.importorskip("triton", reason=NO_TRITON)
     assert decoder_of(read_model(config_of(family))[0].with_fp8(), device=torch.device("cpu")).capturable

@@ -1,4 +1,4 @@
-"""Keys of config.json that no family reads: which are passed over, and which stop a model."""
+"""Keys of config.json that no family reads: which are ignored, and which are refused."""
 
 from __future__ import annotations
 

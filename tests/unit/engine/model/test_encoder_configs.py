@@ -1,4 +1,4 @@
-"""config.json of encoders as their authors publish them, where that differs from what transformers writes."""
+"""config.json of encoders as their authors publish them, where that differs from transformers' format."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_embedding_gemma_has_windows_on_both_sides() -> None:
 
 
 def test_a_key_that_was_taken_out_leaves_the_others_as_they_are() -> None:
-    """null stays null, and what was read before stays read."""
+    """null stays null, and keys that were read earlier stay read."""
     config = EMBEDDING_GEMMA | {"use_bidirectional_attention": True}
     with pytest.raises(ModelError, match="sliding_window"):
         read_model(config | {"sliding_window": None})

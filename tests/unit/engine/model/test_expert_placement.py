@@ -1,4 +1,4 @@
-"""Which experts ranks hold at the start, and where they go when some have more rows than others."""
+"""Which experts ranks hold at the start, and where experts move when some have more rows than others."""
 
 from __future__ import annotations
 

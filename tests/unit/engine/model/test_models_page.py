@@ -1,4 +1,4 @@
-"""docs/models.md: its table is that of the families, and its example of a new family is one."""
+"""docs/models.md: its table matches the families, and its example of a new family works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def example(name: str) -> str:
-    """A block of code of the page."""
+    """Return a block of code of the page."""
     found = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```\n", PAGE, re.DOTALL)
     assert found is not None
     return found.group(1)
@@ -45,7 +45,7 @@ def test_the_table_is_current_and_every_family_is_tested() -> None:
 
 @pytest.fixture
 def acorn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, object]], Path]:
-    """The example, registered, and a function that writes a Llama as an Acorn, with more keys in config.json."""
+    """Register the example. Returns a function that writes a Llama as an Acorn, with additional keys in config.json."""
     (tmp_path / "acorn.py").write_text(example("family"))
     line = eval(f"{{{example('registry')}}}", {"acorn": load_script(tmp_path / "acorn.py")})
     for architecture, read in line.items():
@@ -69,7 +69,7 @@ def acorn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str
 
 
 def as_acorn(llama: dict[str, Tensor], config: dict[str, int]) -> dict[str, Tensor]:
-    """Llama's tensors under Acorn's names."""
+    """Return Llama's tensors under Acorn's names."""
     names = {
         "model.layers": "acorn.blocks",
         "self_attn.o_proj": "attn.out",

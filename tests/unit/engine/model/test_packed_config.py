@@ -1,4 +1,4 @@
-"""quantization_config of AWQ, GPTQ and pack-quantized checkpoints: what each key means, and what is refused by name."""
+"""quantization_config of AWQ, GPTQ and pack-quantized checkpoints: the meaning of each key, and refusals by name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_modules_that_awq_leaves_out_by_rules() -> None:
 
 
 def test_settings_of_autoround_for_modules() -> None:
-    """A name counts before patterns, which may match anywhere in a name."""
+    """A name takes precedence over patterns, which may match anywhere in a name."""
     own = {"mlp\\.": {"bits": 8, "group_size": 32, "data_type": "int"}, UP: {"bits": 16, "data_type": "fp"}}
     modules = read(INTEL | {"extra_config": own})
     assert modules.find_format(UP) is None

@@ -1,4 +1,4 @@
-"""config.json of well-known published checkpoints, with the odd keys that old and derived ones carry, is understood."""
+"""config.json of well-known checkpoints is understood, with the unusual keys of old and derived ones."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_understood(
     ],
 )
 def test_odd_keys(text: str, more: dict[str, object]) -> None:
-    """Relatives of these carry more keys, which transformers does not read."""
+    """Derived models have more keys, which transformers does not read."""
     assert read_model(json.loads(text) | more) == read_model(json.loads(text))
 
 
@@ -352,7 +352,7 @@ def test_details() -> None:
 def test_experts(
     text: str, experts: int, top_k: int, width: int, normalise: bool, shared: int | None, billions: float
 ) -> None:
-    """billions: of parameters, as their publishers count them."""
+    """billions: number of parameters, as their publishers count them."""
     spec = read_model(json.loads(text))[0]
     (ffn,) = {layer.ffn for layer in spec.layers}
     assert isinstance(ffn, MoESpec)

@@ -1,4 +1,4 @@
-"""config.json of published DeepSeek, GLM-4.5 and gpt-oss models: what is read of it, and what is refused."""
+"""config.json of published DeepSeek, GLM-4.5 and gpt-oss models: what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ GPT_OSS_20B = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true
 
 
 def test_glm_moe() -> None:
-    """GLM-4.5-Air: 107 billion parameters without its layer for multi-token prediction."""
+    """GLM-4.5-Air has 107 billion parameters without its layer for multi-token prediction."""
     spec, weights = read_model(json.loads(GLM_4_5_AIR))
     attention, ffn = spec.layers[0].attention, spec.layers[1].ffn
     assert [type(layer.ffn) for layer in spec.layers] == [MLPSpec, *[MoESpec] * 45]
@@ -107,14 +107,14 @@ def test_deepseek() -> None:
     assert weight_bytes(large, build_shard(large, ParallelLayout(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(
         671, abs=0.5
     )
-    assert re.fullmatch(weights.ignored[-1], "model.layers.61.eh_proj.weight")  # of the layer for further tokens
+    assert re.fullmatch(weights.ignored[-1], "model.layers.61.eh_proj.weight")  # part of the MTP layer
     cache = plan_cache(large.kv_groups, large.kv_groups, CacheRow(2), 64, 0, max_model_len=4096, max_chunk=2048)
     assert cache.block_bytes == 61 * 64 * 576 * 2  # instead of 61 * 64 * 2 * 128 heads * 128 * 2
 
     stored = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
     quantised = read_model({**json.loads(DEEPSEEK_V3), "quantization_config": stored})[0]
     held = weight_bytes(quantised, build_shard(quantised, ParallelLayout(), 0), 2, "cpu").held
-    assert held / 671e9 == pytest.approx(1.036, abs=0.002)  # bytes a number: scales, and what stays in 16 bits
+    assert held / 671e9 == pytest.approx(1.036, abs=0.002)  # bytes per parameter: scales, and 16-bit tensors
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_deepseek() -> None:
     [(DEEPSEEK_V3, 61, 11.5), (GLM_4_5_AIR, 46, 2.4)],  # billions, without embedding and LM head
 )
 def test_layers_for_further_tokens(text: str, layer: int, parameters: float) -> None:
-    """DeepSeek-V3's README_WEIGHTS.md counts 11.5 billion parameters of its own."""
+    """DeepSeek-V3's README_WEIGHTS.md counts 11.5 billion parameters in the MTP layer itself."""
     mtp = read_mtp(json.loads(text))
     assert mtp.layer == layer and isinstance(mtp.model.layers[layer].ffn, MoESpec)
     sources = mtp.weights.expand(layer + 1)
@@ -172,7 +172,7 @@ def test_gpt_oss() -> None:
     assert weight_bytes(in_bfloat16, shard, 2, "cuda").loaded / 2e9 == pytest.approx(20.9, abs=0.05)
     assert weight_bytes(spec, shard, 2, "cpu").held / 1e9 == pytest.approx(
         13.775, abs=0.002
-    )  # about what its files take
+    )  # about the size of its files
     scales = weights.expand(24)["model.layers.23.mlp.experts.down_proj_blocks"].scales
     assert scales == "model.layers.23.mlp.experts.down_proj_scales"
     for change, message in (

@@ -1,4 +1,4 @@
-"""config.json of models with linear attention: what is read of it, and what is refused."""
+"""config.json of models with linear attention: what is read, and what is refused."""
 
 from __future__ import annotations
 

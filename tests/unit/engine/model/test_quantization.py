@@ -1,4 +1,4 @@
-"""quantization_config as a closed world: what is not read is refused by name."""
+"""quantization_config as a closed world: unread keys are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def group(part: str, **change: object) -> Callable[[dict[str, Any]], None]:
 
 
 def older(config: dict[str, Any]) -> None:
-    """As the first W8A8 checkpoints have it."""
+    """Write the config in the format of the first W8A8 checkpoints."""
     config["quantization_status"] = "frozen"
     config["sparsity_config"] = {"format": "dense", "global_sparsity": 0.14, "registry_requires_subclass": False}
     config["sparsity_config"] |= {"sparsity_structure": "unstructured", "targets": [], "ignore": ["lm_head"]}
@@ -77,7 +77,7 @@ def test_served(change: Callable[[dict[str, Any]], None]) -> None:
     ],
 )
 def test_int8_weights_alone(change: Callable[[dict[str, Any]], None]) -> None:
-    """Activations that are not rounded token by token stay as they are."""
+    """Activations are only rounded if the config asks for token-wise rounding."""
     config = quantization_config()
     change(config)
     stored = read(config)
@@ -141,7 +141,7 @@ def test_other_formats_of_model_optimizer(change: dict[str, object], message: st
 
 
 def test_int8_activations_of_some_groups() -> None:
-    """Where other groups have other formats, activations stay as they are."""
+    """If other groups have other formats, activations are not rounded."""
     config = quantization_config()
     config["config_groups"]["group_1"] = {
         "targets": ["re:.*mlp.*"],
@@ -155,7 +155,7 @@ def test_int8_activations_of_some_groups() -> None:
 
 
 def test_integers_that_fill_bytes() -> None:
-    """Of 4 bits in groups, as llm-compressor's W4AFP8 has them."""
+    """4-bit integers in groups, as in llm-compressor's W4AFP8."""
     config = quantization_config()
     group("weights", num_bits=4, strategy="group", group_size=32, symmetric=False)(config)
     found = read(config)
@@ -332,7 +332,7 @@ class TestModel:
         assert spec.with_int8() is spec
 
     def test_models_of_which_not_all_products_can_be_rounded(self) -> None:
-        """They keep their integers, and rows are not rounded: so does the LM head."""
+        """Their weights keep their integers, and neither rows nor the LM head's inputs are rounded."""
         config = {"quantization_config": quantization_config([])}
         form = GroupedForm(8, None, has_zeros=False)
         spec, _ = read_model({**published.LLAMA_8B, **config})

@@ -76,7 +76,7 @@ OPT = LLAMA | {"architectures": ["OPTForCausalLM"], "ffn_dim": 97, "word_embed_p
     "config", [LLAMA, QWEN2, MISTRAL, GPT2, OPT], ids=lambda config: str(config["architectures"][0])
 )
 def test_any_value_of_any_key_is_read_or_is_the_models_error(config: dict[str, Any]) -> None:
-    """And quickly: a number of layers that cannot be fills no memory."""
+    """Errors are also quick: an impossible number of layers does not fill memory."""
     keys = [
         *config,
         "head_dim",
@@ -117,13 +117,13 @@ def test_every_key_that_transformers_writes_is_known(family: str, tmp_path: Path
         with pytest.raises(ModelError, match=rf"config.json: unknown keys.*: {unknown}; .*-config {unknown}$"):
             read_model({**config, unknown: 2.0})
         assert read_model({**config, unknown: 2.0}, [unknown])[0] == spec
-    assert spec_of({**config, "layer_scale": None}) == spec  # null is absent
+    assert spec_of({**config, "layer_scale": None}) == spec  # null counts as absent
     assert spec_of({**config, "do_sample": True, "torch_dtype": "float16", "_name_or_path": "x"}) == spec
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
-    """Or the file is refused because they are missing."""
+    """Otherwise the file is refused because of the missing keys."""
 
     def outcome(config: dict[str, Any]) -> ModelSpec | str:
         try:
@@ -222,7 +222,7 @@ def test_gemma3_ropes_as_either_version_writes_them() -> None:
     new = {"rope_parameters": {"sliding_attention": local, "full_attention": {**scaling, "rope_theta": 7000.0}}}
     old = {"rope_theta": 7000.0, "rope_local_base_freq": 500.0, "rope_scaling": scaling}
     assert spec_of({**GEMMA3, **new}) == spec_of({**GEMMA3, **old})
-    assert spec_of({**GEMMA3, **old}).max_position == 131072  # as the file says it, scaling included
+    assert spec_of({**GEMMA3, **old}).max_position == 131072  # as in the file, scaling included
     for change, message in (
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not served in Gemma 3"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),

@@ -21,7 +21,7 @@ YARN_EXTRAS = [
     {"beta_fast": 20.0, "beta_slow": 2.0},
     {"mscale": 1.0, "mscale_all_dim": 0.5},
     {"attention_factor": 1.3},
-    {"original_max_position_embeddings": 3},  # the ramp's borders fall together
+    {"original_max_position_embeddings": 3},  # both ends of the ramp coincide
 ]
 CASES = [
     *[ROPE_SCALINGS[kind] for kind in ("linear", "llama3", "yarn")],

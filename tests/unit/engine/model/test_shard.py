@@ -1,4 +1,4 @@
-"""What each rank of a grid asks of the loader: everything once, and no rank much more than its part."""
+"""What each rank of a grid requests from the loader: everything once, and no rank much more than its share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MODELS = {
 
 
 def asked(spec: ModelSpec, grid: ParallelLayout, **how: object) -> list[dict[str, tuple[tuple[int, ...], Part | None]]]:
-    """For each rank what it asks of the loader: name -> shape of the whole, and the part."""
+    """Return each rank's requests to the loader: name -> shape of the whole tensor, and the part."""
     found = []
     ranks = Ranks(spec, grid, **how)
     for shard, neighbours in zip(ranks.shards, ranks.neighbours, strict=True):
@@ -79,7 +79,7 @@ def test_no_rank_has_much_more_than_its_part(name: str, tensor: int) -> None:
         whole[parameter] = prod(shape)
     head = (
         2 * mixer.head_dim * (spec.hidden_size + 1)
-    )  # numbers in q and output for a query head, in k and v for a KV head
+    )  # values in q and output for a query head, in k and v for a KV head
     for calls in asked(spec, ParallelLayout(tensor)):
         own = {parameter: prod(size(shape, part)) for parameter, (shape, part) in calls.items()}
         assert own.keys() == whole.keys()
@@ -129,7 +129,7 @@ def test_all_parts_together_are_the_model(name: str, split: bool, grid: Parallel
             assert held == [*range(shape[0])] * grid.tp_size
         elif once:
             assert held == [*range(shape[parts[0].dimension])]
-        else:  # a KV head is held wherever one of its query heads is
+        else:  # each rank with one of a KV head's query heads holds the KV head
             assert set(held) == {*range(shape[0])}
 
 
@@ -150,7 +150,7 @@ def test_whole_experts_are_each_on_one_rank() -> None:
     for rank, found in enumerate(asked(spec, ParallelLayout(3, 2))):
         of_experts = [name for name in found if ".experts." in name]
         assert {int(name.split(".")[4]) for name in of_experts} == set((range(3), range(3, 5), range(5, 7))[rank % 3])
-        assert all(size(*found[name]) == [*found[name][0]] for name in of_experts)  # in whole
+        assert all(size(*found[name]) == [*found[name][0]] for name in of_experts)  # as a whole
     names = [f"layers.1.ffn.experts.{number}.up.weight" for number in range(7)]
     assert sum(shard.holds(name, spec) for shard in Ranks(spec, ParallelLayout(3, 2)).shards for name in names) == 7
     assert describe_split(spec, ParallelLayout(3, 1))[0].endswith("experts (of 7) 3+2+2, vocabulary rows 111+110+110")

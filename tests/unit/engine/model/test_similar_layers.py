@@ -1,4 +1,4 @@
-"""What depends on shapes alone needs one layer of each kind."""
+"""Checks that depend on shapes alone need only one layer of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantization_config as transformers writes it with torchao: what each configuration means, and what is refused."""
+"""quantization_config as transformers writes it with torchao: the meaning of each configuration, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`repr` of a decoder: the tree of its parts, with shapes, dtypes and the rank's shares."""
+"""`repr` of a decoder shows the tree of its parts, with shapes, dtypes and the rank's shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding and LM head of quantised checkpoints, and what memory they share."""
+"""Embedding and LM head of quantised checkpoints, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDS = torch.tensor([5, 0, 30])
 
 
 def resolve(config: dict[str, Any], **options: object) -> ModelSpec:
-    """The spec as it is served on a CPU."""
+    """Return the spec as a CPU serves it."""
     chosen = make_options("model", **{"device": "cpu", "kv_cache_memory": "1MiB", "load_format": "dummy", **options})
     _, spec, _ = resolve_all(chosen, "/nowhere", published.LLAMA_1B | config)
     assert isinstance(spec, ModelSpec)

@@ -25,7 +25,8 @@ LIMIT = 60.0  # seconds; nothing takes nearly as long unless something hangs
 
 
 class MeetingExecutor(Executor):
-    """Every step is a meeting of all engines, as with experts; records what each of them computed in it."""
+    """An executor whose steps are meetings of all engines, as with experts; records what each engine computed in
+    them."""
 
     layout = CacheLayout((GroupLayout(8, None),), block_bytes=64, num_blocks=64)
 
@@ -47,7 +48,8 @@ class MeetingExecutor(Executor):
 
 
 class QueueChannel:
-    """Messages from a test's thread. Like a poll, `receive` also returns when another engine has sent something."""
+    """Passes on messages from a test's thread. Like a poll, `receive` also returns when another engine has sent
+    something."""
 
     def __init__(self, lockstep: DPStepSync) -> None:
         self._lockstep = lockstep
@@ -75,7 +77,7 @@ class QueueChannel:
 
 
 class Group:
-    """Engines in threads."""
+    """Runs engines in threads."""
 
     def __init__(self, directory: Path, count: int, depth: int = 1) -> None:
         barrier = threading.Barrier(count)
@@ -108,7 +110,7 @@ class Group:
         self._pool.shutdown()
 
     def check(self) -> None:
-        """Check that all have run the same steps, and that each step was needed."""
+        """Check that all engines have run the same steps, and that each step was needed."""
         computed = [executor.num_tokens for executor in self.executors]
         assert len({len(steps) for steps in computed}) == 1
         assert all(any(step) for step in zip(*computed, strict=True))

@@ -1,4 +1,4 @@
-"""Shares of ranks: nothing is lost, nothing is held twice, and no rank has more than its part."""
+"""Shares of ranks: nothing is lost, nothing is held twice, and no rank has more than its share."""
 
 from __future__ import annotations
 

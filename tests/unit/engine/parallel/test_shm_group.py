@@ -31,7 +31,7 @@ LIMIT = 120.0
 
 
 def on_all(size: int, capacity: int, work: Callable[[ShmGroup], T]) -> list[T]:
-    """What `work` returns on each rank; ranks are threads, each with its own view of the rings."""
+    """Return the result of `work` on each rank; ranks are threads, each with its own view of the rings."""
     rings = [Ring.create(size - 1, capacity) for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
         groups = [ShmGroup(rings, rank) for rank in range(size)]

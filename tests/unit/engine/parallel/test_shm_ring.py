@@ -1,4 +1,4 @@
-"""The ring of bytes: order, sizes, many readers, and the ends of waits. Readers are threads, or real processes."""
+"""The ring of bytes: order, sizes, several readers, and interrupted waits. Readers are threads, or real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serve_llm.common.errors import EngineError
 from serve_llm.engine.parallel.shm import ChannelClosed, SharedMemory, ShmHandle
 from serve_llm.engine.parallel.shm_ring import Ring
 
-LIMIT = 120.0  # seconds; far more than anything here takes
+LIMIT = 120.0  # seconds; far more than any test takes
 
 
 def test_messages_of_all_sizes_reach_every_reader_in_order() -> None:
@@ -52,7 +52,7 @@ def test_several_messages_wait_in_the_ring() -> None:
 def test_counts_pass_two_to_the_32() -> None:
     ring = Ring.create(num_readers=1, capacity=64)
     writer, reader = ring.writer(), ring.reader(0)
-    start = 2**32 - 100  # as if so many bytes had gone through
+    start = 2**32 - 100  # as if this many bytes had passed through
     for line in (16, 32):
         ring.memory.words[line] = start
     writer._written = reader._read = start

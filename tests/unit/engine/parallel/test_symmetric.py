@@ -1,4 +1,4 @@
-"""Which sums go through symmetric memory and which through NCCL, on fakes; and how torch's operators are called."""
+"""Which sums go through symmetric memory and which through NCCL, with fakes; and how torch's operators are called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serve_llm.engine.parallel.symmetric import ONE_SHOT_BYTES, SYMMETRIC_BYTES,
 from support.ranks import Meeting, MemoryGroup, run_together
 
 CPU = torch.device("cpu")
-WIDTH = 1024  # numbers of a row
+WIDTH = 1024  # values per row
 
 
 class Shared:
@@ -82,7 +82,7 @@ def test_the_way_follows_from_size_and_dtype(rows: int, dtype: torch.dtype, way:
 
 
 def test_one_after_the_other_through_the_same_memory() -> None:
-    """What stays in the buffer of a larger sum is in no smaller one, and no result is a view of the buffer."""
+    """Leftovers of a larger sum do not get into a smaller one, and no result is a view of the buffer."""
     ranks = Ranks(3)
     kept = []
     for number, rows in enumerate((200, 1, 70, 2)):
@@ -135,7 +135,7 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
         symmetric.build_symmetric_group(
             c10d.HashStore(), "group of stage 0", MemoryGroup(Meeting(2), 0), ["a", "b"], CPU
         )
-    # A CPU has no such memory, and torch says so.
+    # A CPU has no symmetric memory, and torch reports that.
     with pytest.raises(OptionError, match=r"--all-reduce: symmetric: .* cannot map each other's memory .*; use nccl"):
         symmetric.build_symmetric_group(
             c10d.HashStore(), "group of stage 9", MemoryGroup(Meeting(2), 0), ["a", "a"], CPU
@@ -156,7 +156,8 @@ FASTER = {64: [8.0, 14.0], 1024: [20.0, 30.0], 8192: [70.0, 80.0]}
 def fastest(
     memories: list[Shared], meeting: Meeting, micros: dict[int, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> list[SymmetricGroup | MemoryGroup]:
-    """What each rank takes. micros: of symmetric memory and of the other group, by the size of the sum in KiB."""
+    """Return the choice of each rank. micros: times of symmetric memory and of the other group, by the size of the sum
+    in KiB."""
     groups = [MemoryGroup(meeting, rank) for rank in range(meeting.size)]
 
     def build(store: object, name: str, group: MemoryGroup, *_: object) -> SymmetricGroup:

@@ -1,4 +1,4 @@
-"""Three processes over 127.0.0.1 do everything once; the tests look at what each of them got."""
+"""Three processes over 127.0.0.1 run everything once; the tests check the results of each."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_lost_rank_is_an_error_that_names_the_group(got: list[dict[Any, Any]])
 
 
 def test_nccl_connects_before_the_first_operation_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a fake: NCCL needs a GPU."""
+    """With a fake group only: NCCL needs a GPU."""
     backend = Mock()
     monkeypatch.setattr(torch_group, "_nccl", lambda *_: backend)
     torch_group.TorchGroup(HashStore(), "tensor 0", 0, 1, "127.0.0.1", 5.0, "nccl", device="cpu")

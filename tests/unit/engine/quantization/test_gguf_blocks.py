@@ -1,4 +1,4 @@
-"""Blocks of every GGUF type stand for the numbers that the gguf package finds in them."""
+"""Blocks of every GGUF type represent the numbers that the gguf package decodes."""
 
 from __future__ import annotations
 

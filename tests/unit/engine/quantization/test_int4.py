@@ -1,4 +1,4 @@
-"""Quantising to 4 bits: what the format can hold is kept, and the error is that of 4 bits."""
+"""Quantising to 4 bits: values that the format can represent are kept, and errors are those of 4 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler that does not wait: what it draws, and that it reads nothing from the device before `finish`."""
+"""The sampler that does not wait: its draws, and that it reads nothing from the device before `finish`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Alone:
 
 @dataclass
 class LateCopy:
-    """A copy that takes its contents only when it is waited for."""
+    """A copy whose contents arrive only when it is waited for."""
 
     log: list[str]
     source: Tensor
@@ -146,10 +146,11 @@ def test_the_vocabulary_of_a_rank() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_columns_that_ranks_share_out(dtype: torch.dtype, ranks: int) -> None:
-    """Every rank draws what one rank would, exchanges no more than it must, and no float32 of narrower logits."""
+    """Every rank draws the ids of a single rank, exchanges no more than necessary, and never widens logits to
+    float32."""
     name = str(dtype)
     whole = random_logits(12)[:, :VOCAB].to(dtype)
-    whole[5] = whole[5].round()  # with equals
+    whole[5] = whole[5].round()  # with ties
     whole[6, 150], whole[7, 2] = torch.nan, torch.inf
     borders = list(split_range(VOCAB, ranks))
     widest = max(map(len, borders))
@@ -199,7 +200,7 @@ def test_the_order_of_copies_and_kernels() -> None:
     assert log == copied + asked
     assert not drawn.is_ready()
     transfer.copies[0].is_ready = True
-    assert not drawn.is_ready()  # the ids are there, log-probabilities are not
+    assert not drawn.is_ready()  # ids have arrived, logprobs have not
     transfer.copies[-1].is_ready = True
     assert drawn.is_ready()
     assert drawn.finish() == expected(logits, rows)
@@ -216,7 +217,7 @@ def test_no_more_work_than_the_rows_ask_for(style: dict[str, Any], known: str) -
 
 
 def test_ids_that_are_not_there_yet_count() -> None:
-    """Of a row whose parameters do not look at its ids only the number of these is read."""
+    """If a row's parameters do not depend on its ids, only their number is read."""
     params: dict[str, Any] = {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": (7,), "logit_bias": {7: 50.0}}
     params |= {"bad_words_ids": ((8,),), "logprobs": 1}
     assert not Sampling(max_tokens=1, seed=1, **params).reads_history
@@ -231,7 +232,7 @@ def test_ids_that_are_not_there_yet_count() -> None:
 
 
 def test_nothing_is_read_from_the_device() -> None:
-    """A meta tensor has no numbers: whoever reads one gets an error."""
+    """A meta tensor has no numbers: reading one fails."""
     pytest.importorskip("triton", reason=NO_TRITON)
     from serve_llm.kernels.triton import sampling as compiled
 

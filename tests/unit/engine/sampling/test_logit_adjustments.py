@@ -66,10 +66,10 @@ def test_allowed_ids() -> None:
         ([], [], {4}),
         ([9, 1], [], {4}),
         ([9], [1, 2], {4, 3}),
-        ([9, 1], [2], {4, 3}),  # begun in the prompt
+        ([9, 1], [2], {4, 3}),  # the word begins in the prompt
         ([9, 1, 2], [], {4, 3}),
         ([2], [1], {4}),
-        ([2], [], {4}),  # shorter than the word
+        ([2], [], {4}),  # the text is shorter than the word
         ([1, 2], [9], {4}),
         ([1, 2, 0], [1, 2], {4, 3}),
     ],

@@ -1,4 +1,4 @@
-"""The noise is even, its streams are unrelated, and it never changes."""
+"""The noise is uniform, its streams are independent, and it never changes."""
 
 import itertools
 
@@ -20,7 +20,8 @@ def test_range(seed: int, choice: int, position: int) -> None:
 
 
 def test_is_the_published_generator() -> None:
-    """SplitMix64's first outputs from state 1234567, as Vigna's reference code prints them, through our finaliser."""
+    """SplitMix64's first outputs from state 1234567, as Vigna's reference code prints them, passed through our
+    finaliser."""
     from serve_llm.engine.sampling.noise import _GAMMA, _mix
 
     outputs = _mix(np.uint64(1234567) + np.arange(1, 4, dtype=np.uint64) * _GAMMA)
@@ -38,7 +39,7 @@ def test_is_the_published_generator() -> None:
     ],
 )
 def test_never_changes(arguments: tuple[int, int, int], number: float) -> None:
-    """A change here changes what every seed gives: streams continued after an upgrade would break."""
+    """A change here changes the output of every seed: streams continued after an upgrade would break."""
     assert uniform(*([argument] for argument in arguments)).tolist() == [number]
 
 

@@ -1,4 +1,4 @@
-"""The packed form of bias, bans and penalties changes logits as `adjust` does, bit for bit."""
+"""The packed form of bias, bans and penalties changes logits exactly as `adjust` does, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler as the worker uses it: same request, same tokens, in any company."""
+"""The sampler as the worker uses it: the same request gets the same tokens in any batch."""
 
 import math
 
@@ -144,7 +144,7 @@ def test_masked_rows_beside_others(dtype: torch.dtype, others: dict[str, object]
     (expected,) = sample(logits[2:].clone(), [free])
     assert sample(logits.clone(), [*masked, free]) == [*alone, expected]
     assert alone[0].token_id % 8 < 4 and alone[1].token_id == 64  # type: ignore[union-attr]
-    wanted = logits[1].double().log_softmax(0)[64]  # of the model's own distribution
+    wanted = logits[1].double().log_softmax(0)[64]  # the model's own distribution
     assert alone[1].logprobs.logprob == pytest.approx(float(wanted), abs=1e-6)  # type: ignore[union-attr]
 
 

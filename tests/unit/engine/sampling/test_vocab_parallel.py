@@ -50,7 +50,7 @@ def split_sample(logits: torch.Tensor, wanted: list[SampleRow], borders: list[ra
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 @pytest.mark.parametrize("vocab", [5, 331, 4096])
-@pytest.mark.parametrize("levels", [None, 40, 2])  # of equal values: as bfloat16 has many
+@pytest.mark.parametrize("levels", [None, 40, 2])  # number of distinct values: bfloat16 has many ties
 def test_as_from_whole_rows(levels: int | None, vocab: int, ranks: int) -> None:
     for seed in range(5):
         logits = torch.randn(27, vocab, generator=torch.Generator().manual_seed(seed)) * 3

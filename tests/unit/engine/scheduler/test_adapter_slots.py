@@ -1,4 +1,4 @@
-"""Slots of adapters: shared, replaced by age, and passed on in turns."""
+"""Adapter slots: shared, replaced by age, and passed on in turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serve_llm.engine.scheduler.sequence import Sequence
 
 
 def build(name: str, priority: int = 0) -> Sequence:
-    """A sequence with the adapter of this name; "": without one."""
+    """Build a sequence with the adapter of this name; "": without one."""
     adapter = Adapter(name, f"/{name}", name * 3) if name else None
     sampling = Sampling(max_tokens=1, seed=0)
     request = Request(id=1, prompt_ids=[1], sampling=sampling, adapter=adapter, priority=priority)
@@ -16,7 +16,7 @@ def build(name: str, priority: int = 0) -> Sequence:
 
 
 def admit(slots: AdapterSlots, names: str) -> list[Sequence]:
-    """Those of the sequences with these adapters that are admitted; a space stands for the base model."""
+    """Return the sequences that are admitted, of those with these adapters; a space stands for the base model."""
     admitted = []
     for sequence in slots.list_admissible([build(name.strip()) for name in names]):
         slots.acquire(sequence)
@@ -90,12 +90,12 @@ def test_a_slot_is_closed_when_a_turn_is_over() -> None:
 def test_prompts_are_finished_before_a_slot_is_given_up() -> None:
     slots = AdapterSlots(1)
     (one,) = admit(slots, "a")
-    one.token_ids += [1, 2]  # to be computed
+    one.token_ids += [1, 2]  # tokens to compute
     waiting = slots.claim([build("b")])
     assert waiting is not None
     count_steps(slots, [one], slots.TURN)
     assert slots.close(waiting, [one]) == []
-    assert not slots.has_room(build("a"))  # others wait, so that the prompts come to an end
+    assert not slots.has_room(build("a"))  # others wait, so that the prompts can finish
     one.num_scheduled = 2
     assert slots.close(waiting, [one]) == [one]
 
@@ -140,7 +140,7 @@ def test_the_least_recently_used_adapter_makes_room() -> None:
     for sequence in admit(slots, "aba"):
         slots.release(sequence)
     (newest,) = admit(slots, "c")
-    assert newest.adapter_slot == 1  # where b was
+    assert newest.adapter_slot == 1  # the slot that b had
     (again,) = admit(slots, "a")
     assert again.adapter_slot == 0
     slots.check_integrity([newest, again])

@@ -1,4 +1,4 @@
-"""More adapters than slots: no request waits for the end of another one's text."""
+"""More adapters than slots: no request waits until another one's text has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 2500  # tokens
 
 
 def ask(number: int, adapter: int | None, max_tokens: int) -> Request:
-    """adapter: its number."""
+    """Build a request. adapter: its number."""
     named = None if adapter is None else Adapter(f"a{adapter}", f"/a{adapter}", f"digest {adapter}")
     sampling = Sampling(max_tokens=max_tokens, seed=0)
     return Request(id=number, prompt_ids=[1 + number % 7, 2, number], sampling=sampling, adapter=named)
@@ -77,8 +77,9 @@ def run(scheduler: Scheduler, arrivals: dict[int, list[Request]], depth: int = 1
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_further_adapter_gets_a_slot_at_once(depth: int) -> None:
-    """200 adapters, of which 8 are resident and generate long texts: a request for any other waits for steps in flight,
-    and the step that admits it loads its adapter; requests for residents and for the base model do not wait at all."""
+    """200 adapters, of which 8 are resident and generate long texts. A request for any other adapter only waits for
+    steps in flight, and the step that admits it loads its adapter; requests for residents and for the base model do not
+    wait at all."""
     arrivals = {0: [ask(number, number, LONG) for number in range(NUM_SLOTS)]}
     further = range(NUM_SLOTS, NUM_ADAPTERS)
     for count, number in enumerate(further):
@@ -91,7 +92,7 @@ def test_a_further_adapter_gets_a_slot_at_once(depth: int) -> None:
 
 
 def test_200_adapters_at_once_take_turns() -> None:
-    """No adapter has a second turn before all have had their first."""
+    """Each adapter has its first turn before any has a second one."""
     requests = [ask(number, number, 3 * AdapterSlots.TURN) for number in range(NUM_ADAPTERS)]
     found = run(make_scheduler(), {0: requests})
     turn = AdapterSlots.TURN + NUM_SLOTS  # slots are passed on one by one
@@ -110,7 +111,7 @@ def test_requests_for_a_resident_adapter_go_past_one_that_waits_until_the_turn_i
 
 
 def test_a_request_at_the_front_gets_a_slot_of_a_full_server() -> None:
-    """No request index is free: the one whose turn is over gives up its own too."""
+    """No request index is free, so the request whose turn is over gives up its own index too."""
     arrivals = {0: [ask(0, 0, LONG), ask(1, 1, LONG)], 50: [ask(2, 2, 5), ask(3, None, 5)]}
     found = run(make_scheduler(2, num_slots=2), arrivals)
     assert found.queued[2] == 0

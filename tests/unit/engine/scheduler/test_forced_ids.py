@@ -1,4 +1,5 @@
-"""Ids that a grammar forces, under random loads: as many requests end in the same way, whatever is computed when."""
+"""Ids that a grammar forces, under random loads: the same requests end in the same way, in whatever order things are
+computed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_random_loads(specs, load: Load) -> None:
 
 
 def test_forced_ids_of_a_long_prompt_are_no_prompt() -> None:
-    """They delay no other long prompt, and share a step with it."""
+    """They do not count as a long prompt: they delay no other long prompt, and share a step with it."""
     scheduler = Scheduler(FULL, 100, max_num_seqs=4, max_model_len=64, max_chunk=8, prefix_caching=False)
     sampling = Sampling(max_tokens=30, seed=0, grammar="a grammar")
     scheduler.add(Request(id=1, prompt_ids=[1] * 20, sampling=sampling), 0.0)

@@ -1,5 +1,5 @@
-"""Blocks that leave the device under random loads: whatever is where, and however slow and unreliable the store is, no
-sequence reads another prefix's keys, and the store and the ranks never use a slot at the same time."""
+"""Blocks that leave the device under random loads: wherever blocks are, and however slow and unreliable the store is,
+no sequence reads the keys of another prefix, and the store and the ranks never use a slot at the same time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FakeStore:
         self.read_seconds: float | None = None
         self.is_open = True
         self.blocks: dict[BlockKey, dict] = {}
-        self.under_way: list[tuple[int, bool, BlockKey, int, dict]] = []  # when it ends, and the slot's content
+        self.under_way: list[tuple[int, bool, BlockKey, int, dict]] = []  # final step, and the slot's content
         self.now = 0
         self.num_reads = 0
 
@@ -69,8 +69,8 @@ requests = st.tuples(
     loads,
     st.integers(0, 24),  # slots
     st.booleans(),  # whether there is a store
-    st.integers(0, 4),  # exchanges that a transfer takes
-    st.sampled_from([0, 0, 64, 256]),  # of the first bytes of hashes, those that cannot be read
+    st.integers(0, 4),  # exchanges per transfer
+    st.sampled_from([0, 0, 64, 256]),  # first bytes of hashes below this cannot be read
 )
 def test_random_loads(specs, load: Load, num_slots: int, has_store: bool, delay: int, broken: int) -> None:
     arrivals = []
@@ -84,7 +84,7 @@ def test_random_loads(specs, load: Load, num_slots: int, has_store: bool, delay:
 
 
 def make(num_slots: int, broken: int = 0) -> tuple[Scheduler, FakeWorkers, FakeStore, OffloadManager]:
-    """A scheduler with 6 blocks of 4 tokens."""
+    """Build a scheduler with 6 blocks of 4 tokens."""
     workers = FakeWorkers(FULL)
     store = FakeStore(workers, 2, broken)
     offload = OffloadManager(num_slots, block_bytes=10, store=store)

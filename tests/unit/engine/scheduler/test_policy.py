@@ -10,7 +10,7 @@ from serve_llm.engine.scheduler.sequence import Sequence
 
 
 def waiting(*specs: tuple[int, int]) -> tuple[WaitingQueue, list[Sequence]]:
-    """A queue with a sequence for each (tenant, priority), in this order of arrival."""
+    """Return a queue with a sequence for each (tenant, priority), in this order of arrival."""
     queue, sequences = WaitingQueue(), []
     for number, (tenant, priority) in enumerate(specs):
         request = Request(

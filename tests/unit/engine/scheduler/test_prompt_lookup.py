@@ -1,4 +1,4 @@
-"""Prompt lookup: the longest earlier occurrence of a text's end, the latest of several, and what followed it."""
+"""Prompt lookup: the longest earlier match of a text's end, the latest of several, and its continuation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve_llm.engine.scheduler.sequence import Sequence
 
 
 def search(ids: list[int], least: int, most: int, count: int) -> list[int]:
-    """The same by trying every position."""
+    """Search by trying every position."""
     best, best_length = None, least - 1
     for end in range(len(ids) - 1, 0, -1):
         length = 0
@@ -83,7 +83,7 @@ def test_as_a_search_of_all_positions(
         found = propose(lookup, ids, 12)
         if guessed[: len(piece)] == piece and guessed:
             assert found[: 12 - len(piece)] == guessed[len(piece) :], "the guess was right: it goes on"
-        elif len(ids) <= MAX_CANDIDATES:  # so few occurrences that all are looked at
+        elif len(ids) <= MAX_CANDIDATES:  # few enough occurrences that all are examined
             assert found[:count] == search(ids, least, least + more, count)
         else:
             assert all(draft in ids for draft in found)

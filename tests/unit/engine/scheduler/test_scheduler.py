@@ -1,4 +1,4 @@
-"""The scheduler under random loads: conservation after every step, every request ends once, and ids come out right."""
+"""The scheduler under random loads: nothing is lost in any step, every request ends once, and ids come out right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sampling_of(max_tokens: int) -> Sampling:
 
 
 def run_step(scheduler: Scheduler, workers: FakeWorkers, budget: int = 64) -> dict[int, int]:
-    """Tokens that a step computed, by request id."""
+    """Run a step. Returns the number of computed tokens by request id."""
     step = scheduler.schedule(budget, 0.0)
     ids = {one.req_index: one.request.id for one in scheduler._running}
     counts = {ids[chunk.req_index]: chunk.count for chunk in step.scheduled}
@@ -133,7 +133,7 @@ def test_window_gives_blocks_back() -> None:
     scheduler = make(num_blocks=8, groups=(GroupLayout(4, 6),), max_model_len=1000, max_chunk=8)
     request = Request(id=1, prompt_ids=[1] * 30, sampling=Sampling(max_tokens=200, seed=0))
     outputs = drive(scheduler, FakeWorkers((GroupLayout(4, 6),)), {0: [(request, False)]}, 8, 1)[1]
-    assert len(outputs) == 200  # 230 tokens through 32 tokens' worth of blocks
+    assert len(outputs) == 200  # 230 tokens through room for 32
 
 
 def test_priority_goes_first() -> None:
@@ -174,7 +174,7 @@ def test_batches_pause_but_for_a_share(ahead: bool) -> None:
     scheduler.add(Request(id=9, prompt_ids=[9] * 24, sampling=sampling_of(200)), 0.0)
     counts = [run_step(scheduler, workers) for _ in range(100)]
     assert counts[0] == {9: 24}, "its first token does not wait for batches"
-    assert counts[1] == {9: 1, 0: 1, 1: 1, 2: 1}  # one token for every eight of the other's
+    assert counts[1] == {9: 1, 0: 1, 1: 1, 2: 1}  # one token for every eight of the other tenant
     of_batches = sum(count for step in counts for request_id, count in step.items() if request_id != 9)
     assert of_batches == (24 + 99) // 8 and all(step[9] == 1 for step in counts[1:])
     scheduler.abort(9)
@@ -244,7 +244,7 @@ def test_batches_under_way_share_the_sequences() -> None:
             batch = scheduler.schedule(64, 0.0, 3)
             assert 1 <= len(batch.scheduled) <= 3, f"a stage has nothing to do in step {step}"
             under_way.append((batch, workers.execute(batch)))
-        assert sum(len(batch.scheduled) for batch, _ in under_way) == 7  # everybody is under way
+        assert sum(len(batch.scheduled) for batch, _ in under_way) == 7  # every request is in flight
         scheduler.update_from_output(*under_way.pop(0))
 
 
@@ -291,7 +291,7 @@ def test_what_was_computed_past_the_end_is_let_go() -> None:
 
 
 def test_small_requests_that_keep_coming_do_not_starve_a_large_one() -> None:
-    """With several batches under way the last to come is always in flight, and is not preempted for those before it."""
+    """With several batches in flight, the newest request is always in flight, and is not preempted for older ones."""
     scheduler, workers = make(num_blocks=14, max_chunk=8, prefix_caching=False), FakeWorkers(FULL)
     large = Request(id=0, prompt_ids=[1] * 40, sampling=Sampling(max_tokens=2, seed=0))
     under_way: list[tuple[SchedulerOutput, list[RunnerOutput]]] = []
@@ -310,12 +310,12 @@ def test_small_requests_that_keep_coming_do_not_starve_a_large_one() -> None:
 
 
 def answers(batch: SchedulerOutput) -> list[RunnerOutput]:
-    """Some token wherever one is sampled."""
+    """Return some token for each row that samples."""
     return [RunnerOutput(token_id=9 if chunk.sample else None) for chunk in batch.scheduled]
 
 
 def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
-    """Beside a 30,000-token prompt, requests are admitted at once and streams get a token in every step."""
+    """With a 30,000-token prompt running, requests are admitted at once and streams get a token in every step."""
     scheduler = make(num_blocks=10_000, max_model_len=40_000, max_chunk=512, prefix_caching=False)
     workers = FakeWorkers(FULL)
     scheduler.add(Request(id=0, prompt_ids=[2] * 5, sampling=Sampling(max_tokens=1000, seed=0)), 0.0)

@@ -1,4 +1,4 @@
-"""Drafts under random loads: as many requests end alike, whatever is guessed when."""
+"""Drafts under random loads: the same requests end in the same way, whatever is guessed when."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from support.scheduling import FULL, Arrival, FakeWorkers, Load, loads, token_af
 
 
 class Guesser:
-    """Knows what comes, and is wrong now and then."""
+    """Knows the continuation, and is sometimes wrong."""
 
     def __init__(self, period: int, match_length: int | None = None) -> None:
-        """period: one guess of so many is wrong. match_length: None for the ids since the last such guess, or 3."""
+        """period: one in so many guesses is wrong. match_length: None means the number of ids since the last wrong
+        guess, at least 3."""
         self.period = period
         self.match_length = match_length
 
@@ -34,7 +35,7 @@ class Guesser:
         return TextGuess(ids[len(token_ids) :], match_length)
 
     def finish(self, sequence: object) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
 
 requests = st.tuples(
@@ -50,8 +51,8 @@ requests = st.tuples(
 @given(
     st.lists(requests, min_size=1, max_size=12),
     loads,
-    st.integers(1, 6),  # drafts of a sequence
-    st.integers(1, 9),  # how often a guess is wrong
+    st.integers(1, 6),  # drafts per sequence
+    st.integers(1, 9),  # period of wrong guesses
 )
 def test_random_loads(specs, load: Load, num_tokens, period) -> None:
     arrivals = []
@@ -105,7 +106,7 @@ def test_drafts_grow_while_they_come_true() -> None:
 
 
 def test_longer_matches_have_longer_drafts() -> None:
-    """Before anything is learned."""
+    """Even before anything is learned."""
     first = []
     for length in (3, 6, 10, 16):
         scheduler, _ = make_scheduler(8, 1000, match_length=length)
@@ -129,7 +130,7 @@ def test_rates_by_length_are_learned_from_all_sequences() -> None:
 
 def test_a_sequence_whose_guesses_do_worse_has_fewer_drafts() -> None:
     scheduler, speculator = make_scheduler(4, 1, match_length=16)
-    speculator._rates.observe = lambda length, came_true: None  # those of others come true
+    speculator._rates.observe = lambda length, came_true: None  # the drafts of others are accepted
     add(scheduler, 1)
     numbers = count_drafts(scheduler, FakeWorkers(FULL), 16)
     assert numbers[1] == 4 and numbers[-1] == 0 and numbers[1:] == sorted(numbers[1:], reverse=True)
@@ -146,7 +147,8 @@ def test_wrong_guesses_are_not_verified_for_ever_but_judged_still() -> None:
 
 
 def observe_steps(plain: float, fixed: float, each: float) -> StepCosts:
-    """Costs after steps of 8 sequences that take so many seconds: with drafts `fixed` more, and `each` for each."""
+    """Return the costs after steps of 8 sequences that take this many seconds; drafts add `fixed`, and `each` per
+    draft."""
     costs = StepCosts()
     for num_drafts in (0, 1, 0, 4, 0, 9) * 9:
         costs.observe(8, num_drafts, plain + fixed * (num_drafts > 0) + each * num_drafts)
@@ -207,7 +209,7 @@ def test_no_lookups_and_no_drafts_in_a_pause() -> None:
     workers = FakeWorkers(FULL)
     add(scheduler, 1)
     assert count_drafts(scheduler, workers, 3)[-1] > 0
-    for number in range(200):  # a step with drafts takes three times as long, and none is accepted
+    for number in range(200):  # a step with drafts takes three times as long, and no draft is accepted
         speculator.observe_step(1, 4 * (number % 2), 0, 0.030 if number % 2 else 0.010)
     assert speculator._pause.is_on
     add(scheduler, 2)
@@ -239,7 +241,7 @@ def test_counters_and_the_end_of_a_request() -> None:
 
 
 def test_no_draft_takes_the_blocks_that_others_need() -> None:
-    """A draft preempts nobody: without a free block there is none."""
+    """A draft preempts no request: without a free block, there is no draft."""
     scheduler, _ = make_scheduler(6, 1000, num_blocks=2, match_length=10)
     scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=6, seed=0)), 0.0)
     workers = FakeWorkers(FULL)

@@ -1,4 +1,5 @@
-"""What drafts cost: from the times of steps with and without them, whatever disturbs these; and when drafts pause."""
+"""The cost of drafts, estimated from the times of steps with and without them under any disturbance; and when drafts
+pause."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ PLAIN = 0.010  # seconds of a step without drafts
 
 
 def observe_steps(costs: StepCosts, count: int, fixed: float, each: float, seconds: float = PLAIN) -> None:
-    """Steps of 8 sequences. fixed, each: what drafts cost, in seconds."""
+    """Observe steps of 8 sequences. fixed, each: the cost of drafts in seconds."""
     for number in range(count):
         num_drafts = (0, 1, 0, 2, 0, 5)[number % 6]
         costs.observe(8, num_drafts, seconds + fixed * (num_drafts > 0) + each * num_drafts)
@@ -48,7 +49,7 @@ def test_steps_that_are_held_up_count_little() -> None:
 
 
 def test_all_steps_become_slower() -> None:
-    """Because of other work on the machine: drafts still cost the same share."""
+    """With other work on the machine, drafts still cost the same share."""
     costs = StepCosts()
     observe_steps(costs, 90, fixed=0.001, each=0.0)
     observe_steps(costs, 240, fixed=0.004, each=0.0, seconds=4 * PLAIN)
@@ -78,7 +79,7 @@ def test_a_step_without_drafts_is_due_now_and_then() -> None:
 
 
 def run_pause(pause: DraftPause, saved: float, cost: float, num_steps: int) -> list[int]:
-    """Lengths of the pauses while every other step has drafts, which save and cost so much."""
+    """Return the lengths of the pauses if every other step has drafts with these savings and costs."""
     lengths = [0]
     for number in range(num_steps):
         was_on = pause.is_on
@@ -108,7 +109,7 @@ def test_others_do_not_wait_for_little() -> None:
 
 
 def test_lookups_that_find_nothing_pause_too() -> None:
-    """If they take a share of a step that is worth it."""
+    """They pause if their share of a step is large enough to matter."""
     cheap, dear = DraftPause(), DraftPause()
     for _ in range(DraftPause.LONGEST_TRIAL):
         assert not dear.is_on

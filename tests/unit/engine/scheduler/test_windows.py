@@ -1,5 +1,5 @@
-"""What sliding windows save, on the shapes of published models: by the sums that `plan` makes, and as the scheduler
-gives blocks back. Bfloat16, blocks of 16 tokens."""
+"""Savings by sliding windows, on the shapes of published models: by the calculations of `plan`, and as the scheduler
+releases blocks. In bfloat16, with blocks of 16 tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from serve_llm.engine.worker.kv_cache import CacheLayout
 from support import published
 
 ROW = CacheRow(2)
-CHUNK = 2048  # tokens of a step
+CHUNK = 2048  # tokens per step
 
 
 def mixed(num_layers: int, every: int, kv_heads: int, head_dim: int, window: int) -> tuple[KVGroup, KVGroup]:
-    """All but each `every`-th layer have a window."""
+    """Return layers with a window, except for every `every`-th one."""
     whole = tuple(range(every - 1, num_layers, every))
     local = tuple(layer for layer in range(num_layers) if layer not in whole)
     return KVGroup(local, kv_heads, head_dim, window), KVGroup(whole, kv_heads, head_dim, None)
@@ -73,7 +73,7 @@ def test_bytes_of_a_request(groups: tuple[KVGroup, ...], tokens: int, saving: fl
         kv_cache.bytes_per_token(local, ROW) * (local.sliding_window + CHUNK)
         + kv_cache.bytes_per_token(whole, ROW) * tokens
     )
-    assert needed <= taken < 1.2 * needed  # what equal bytes of all blocks and whole blocks cost
+    assert needed <= taken < 1.2 * needed  # the cost of equal-sized and of whole blocks
 
 
 def test_plan_says_so() -> None:
@@ -89,7 +89,7 @@ def test_plan_says_so() -> None:
 
 
 def most_at_a_time(layout: CacheLayout, tokens: int, submitted: int) -> int:
-    """Runs so many requests of `tokens`, most of it prompt: how many are generating at the same time."""
+    """Run this many requests of `tokens`, mostly prompt. Returns the largest number that generate at the same time."""
     scheduler = Scheduler(
         layout.groups,
         layout.num_blocks,
@@ -112,7 +112,7 @@ def most_at_a_time(layout: CacheLayout, tokens: int, submitted: int) -> int:
         )
         scheduler.check_integrity()
         most = max(most, generating)
-        if generating == len(batch.scheduled) == scheduler.num_running:  # no window holds a chunk any longer
+        if generating == len(batch.scheduled) == scheduler.num_running:  # no window holds a prefill chunk any longer
             each = sum(most_blocks(group, tokens, 1) for group in layout.groups)
             assert scheduler.stats().kv_cache_usage * layout.num_blocks <= generating * each + 1e-6
     assert scheduler.stats().num_preemptions == 0 and scheduler.stats().kv_cache_usage == 0.0

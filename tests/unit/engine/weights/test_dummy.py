@@ -1,4 +1,4 @@
-"""Random weights in the forms of quantised checkpoints: about as large as others, and the same on any ranks."""
+"""Random weights in the formats of quantised checkpoints: about as large as others, and the same on any ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's files are mapped, once, as long as something needs them; what is released leaves memory."""
+"""A checkpoint's files are mapped once, for as long as they are needed; released pages leave memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 8 << 20
 
 
 def mapped(path: Path) -> list[int]:
-    """Bytes in memory of each mapping of the file in this process."""
+    """Return the resident bytes of each mapping of the file in this process."""
     gc.collect()
     text = Path("/proc/self/smaps").read_text()
     regions = re.findall(rf"^[0-9a-f]+-[0-9a-f]+ .*{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", text, re.M)
@@ -44,7 +44,7 @@ def test_what_is_released_leaves_memory_and_can_still_be_read(tmp_path: Path) ->
 
 
 class Copy:
-    """One tensor of a file, and the file, as of a reader that does not map files."""
+    """One tensor of a file, and the file, as from a reader that does not map files."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers = numbers

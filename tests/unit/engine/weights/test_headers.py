@@ -1,4 +1,4 @@
-"""A config.json without a dtype: the files of the weights tell it, and the log says so."""
+"""If config.json has no dtype, it is read from the weight files, and the log says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that lie: each gives one clear error, whatever the bytes are."""
+"""Malicious checkpoints: each gives one clear error, whatever its bytes are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_llm.engine.weights.files import INDEX, SINGLE, Checkpoint
 
 
 def write(path: Path, header: object, data: bytes = b"\0" * 64) -> None:
-    """A safetensors file with any header."""
+    """Write a safetensors file with any header."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
 
@@ -28,10 +28,10 @@ def tensor(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[s
     [
         {"a": tensor(0, 64, [16]), "b": tensor(32, 96, [16])},  # overlapping, past the end
         {"a": tensor(0, 64, [16]), "b": tensor(0, 64, [16])},  # the same bytes twice
-        {"a": tensor(0, 64, [17])},  # a shape that the bytes do not fill
+        {"a": tensor(0, 64, [17])},  # a shape that does not match the bytes
         {"a": tensor(0, 64, [2**40, 2**40])},  # a shape that overflows
         {"a": tensor(64, 0, [16])},  # backwards
-        {"a": tensor(0, 32, [8])},  # bytes that nobody owns
+        {"a": tensor(0, 32, [8])},  # bytes that belong to no tensor
         {"a": tensor(0, 64, [16], "F99")},
         {"a": tensor(0, 64, [-16])},
         {"a": 3},
@@ -68,7 +68,7 @@ def test_an_index_names_files_of_its_own_directory_only(tmp_path: Path, name: st
 
 
 def test_links_are_followed_and_what_they_lead_to_is_checked(tmp_path: Path) -> None:
-    """The Hub's cache consists of links; one to something else gives away nothing of it."""
+    """The Hub's cache consists of links; a link to another file reveals nothing of it."""
     blobs, directory = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     blobs.mkdir()
     directory.mkdir(parents=True)

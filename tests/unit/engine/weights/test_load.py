@@ -1,4 +1,4 @@
-"""Placing a checkpoint's tensors: strict both ways, names and shapes in the errors, tied heads, dummy weights."""
+"""Loading a checkpoint's tensors: strict in both directions, names and shapes in errors, tied heads, dummy weights."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from support.tiny import FAMILIES, HYBRIDS, make_checkpoint
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 Tensors = dict[str, Tensor]
-# of all others: "model."
+# all others: "model."
 BASE_PREFIX = {
     **dict.fromkeys(("gpt2", "gptj", "falcon", "qwen", "bloom", "mpt"), "transformer."),
     "gpt_neox": "gpt_neox.",
 }
-EXTRAS = {  # of all others: inverse frequencies
+EXTRAS = {  # all others: inverse frequencies
     "gpt2": "transformer.h.0.attn.masked_bias",
     "gptj": "transformer.h.0.attn.bias",
     "qwen": "transformer.h.0.attn.masked_bias",
@@ -228,7 +228,7 @@ class TestFiles:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_the_parts_of_the_whole(family: str, tmp_path: Path) -> None:
-    """Whatever way a checkpoint stores a parameter: transposed, fused with others, or plain."""
+    """However a checkpoint stores a parameter: transposed, fused with others, or plain."""
     make_checkpoint(tmp_path, family)
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
     checkpoint = Checkpoint(tmp_path)
@@ -277,7 +277,7 @@ def test_parts_of_a_fused_tensor_do_not_touch_its_neighbours(tmp_path: Path) -> 
 def test_any_rows_of_groups_of_heads(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "falcon")
     name = "transformer.h.1.self_attention.query_key_value.weight"
-    fused = load_file(tmp_path / "model.safetensors")[name].view(3, 4, 10, 60)  # of each group 2 queries, key, value
+    fused = load_file(tmp_path / "model.safetensors")[name].view(3, 4, 10, 60)  # 2 queries, key and value of each group
     parts = {"q": fused[:, :2], "k": fused[:, 2], "v": fused[:, 3]}
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
     checkpoint = Checkpoint(tmp_path)
@@ -333,7 +333,7 @@ def test_dummy_weights_depend_on_seed_only(tmp_path: Path) -> None:
 
 
 def test_logarithms_of_negative_numbers(tmp_path: Path) -> None:
-    """As GGUF files store the decay of linear attention."""
+    """GGUF files store the decay of linear attention so."""
     source = Source("a", WeightRule("a", ("layers.0.attention.decay",), "minus_exp"))
     for numbers, is_valid in ((torch.tensor([-1.0, -2.0, -0.5]), True), (torch.tensor([-1.0, 0.0, -0.5]), False)):
         save_file({"a": numbers}, tmp_path / "model.safetensors")

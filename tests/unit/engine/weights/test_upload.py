@@ -1,4 +1,4 @@
-"""Weights on their way to a device, with buffers that say when they are used too early."""
+"""Uploading weights to a device, with buffers that reveal when they are reused too early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_llm.engine.weights import upload
 
 
 class SlowBuffer:
-    """What is copied from it arrives only when it is asked for again: until then its numbers are not to change."""
+    """Delays copies from it until it is requested again: its numbers must not change until then."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -32,7 +32,7 @@ class SlowBuffer:
 def test_whole_and_strided_tensors_arrive(
     dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "BUFFER_BYTES", 300)  # such that most take several pieces
+    monkeypatch.setattr(upload, "BUFFER_BYTES", 300)  # so small that most tensors take several pieces
     buffers = [SlowBuffer(300), SlowBuffer(300)]
     put = upload.Upload(torch.device("cpu"), buffers)
     tensor = torch.randint(-100, 100, shape).to(dtype)

@@ -1,4 +1,4 @@
-"""Sequences divided into chunks: each query sees the positions of its own chunk up to its own, and no others."""
+"""Sequences split into chunks: each query sees its own chunk up to its own position, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve_llm.engine.worker.attention_chunks import count_crossings, split_sequ
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), max_size=5), st.sampled_from([(4, 4), (8, 4), (32, 8)])
 )
 def test_each_query_sees_its_chunk(sequences: list[tuple[int, int]], sizes: tuple[int, int]) -> None:
-    """sequences: computed tokens and queries of each."""
+    """sequences: number of computed tokens and of queries of each."""
     chunk_size, block_size = sizes
     starts = np.concatenate(([0], np.cumsum([count for _, count in sequences], dtype=np.int64)))
     contexts = np.array([first + count for first, count in sequences], dtype=np.int64)
@@ -43,4 +43,4 @@ def test_what_is_written_in_the_module() -> None:
     table = np.arange(5, dtype=np.int32)[None]
     split = split_sequences(np.array([0, 7]), np.array([67]), table, 32, 16)
     assert (split.query_starts.tolist(), split.context_lens.tolist()) == ([0, 4, 7], [32, 3])
-    assert split.table.tolist() == [[2, 3], [4, 4]]  # of the second chunk only the first block is read
+    assert split.table.tolist() == [[2, 3], [4, 4]]  # only the first block of the second chunk is read

@@ -1,4 +1,4 @@
-"""Cores and threads."""
+"""How many cores and threads are used."""
 
 from __future__ import annotations
 

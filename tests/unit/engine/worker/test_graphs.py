@@ -1,4 +1,4 @@
-"""The ladder of captured decode steps: sizes, what is captured when, and what rows of padding are."""
+"""The ladder of captured decode steps: sizes, what is captured when, and the content of padding rows."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_packed_numbers_lie_apart_and_where_kernels_expect_them(
 
 
 class Log:
-    """A model that notes what it is given, and a capture that runs the same code again."""
+    """A model that records its inputs, and a capture that runs the same code again."""
 
     def __init__(self, max_num_seqs: int = 20, is_last: bool = True) -> None:
         self.computed: list[StepInputs] = []
         self.req_indices: list[list[int]] = []
         self.rows: list[list[int] | None] = []
         self.captured: list[int] = []
-        self.places: list[int] = []  # of what is captured
+        self.places: list[int] = []  # captured positions
         self.replayed = 0
         self.graphs = StepGraphs(
             self.compute,
@@ -169,7 +169,7 @@ def test_logits_of_all_sizes_have_one_place() -> None:
 
 
 def mixed_step(counts: list[int], first_id: int = 0) -> BatchArrays:
-    """Prompts of so many tokens."""
+    """Build a step with prompts of these lengths."""
     arrays = step(sum(counts), first_id)
     ends = np.cumsum(counts)
     return dataclasses.replace(

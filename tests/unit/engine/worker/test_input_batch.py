@@ -1,4 +1,4 @@
-"""What workers keep of requests from step to step, and the ids sampled last, on the device."""
+"""What workers keep for requests between steps, and the last sampled ids on the device."""
 
 import numpy as np
 import torch

@@ -25,7 +25,7 @@ def test_groups_share_equal_byte_blocks() -> None:
     )
     layout = kv_cache.plan_cache(groups, groups, CacheRow(2), block_size=16, num_bytes=10_000_000, **FULL)
     assert layout.block_bytes == 21 * 2 * 2 * 64 * 2 * 16
-    assert [group.block_size for group in layout.groups] == [16, 64]  # 3 layers: room for 7 times as many, so 4 times
+    assert [group.block_size for group in layout.groups] == [16, 64]  # 3 layers fit 7 times as many tokens
     assert layout.num_blocks == 10_000_000 // layout.block_bytes
     assert layout.blocks_per_request(1024, max_chunk=64) == 64 + 4
 
@@ -42,7 +42,7 @@ def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
-        if not name.endswith(":"):  # the line of a mapping: begin-end ...
+        if not name.endswith(":"):  # the first line of a mapping: begin-end ...
             begin, end = (int(part, 16) for part in name.split("-"))
             inside = begin <= address < end
         elif inside and name == "VmFlags:":
@@ -60,7 +60,7 @@ def test_an_int8_cache_counts_its_scales() -> None:
     assert caches[0].untyped_storage().nbytes() == 3 * layout.block_bytes
     for number, cache in enumerate(caches):
         cache.fill_(number)
-    assert all((cache == number).all() for number, cache in enumerate(caches))  # none lies in another
+    assert all((cache == number).all() for number, cache in enumerate(caches))  # they do not overlap
 
 
 @pytest.mark.parametrize(("dtype", "row"), [(torch.float32, CacheRow(4)), (torch.int8, CacheRow(1, 4))])

@@ -1,4 +1,4 @@
-"""What the log says while a rank loads its weights, and what the ranks agree on then."""
+"""Log lines while a rank loads its weights, and what the ranks then agree on."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is left of a GPU for the KV cache, with a card that is made of numbers."""
+"""GPU memory that is left for the KV cache, on a simulated card."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from support.published import LLAMA_1B
 from support.tiny import make_checkpoint
 
 GIB = 1 << 30
-OTHERS, HELD, IDLE = 5 * GIB, 20 * GIB, 3 * GIB  # of other processes; weights; cached by torch and not in use
-PROMPT, DECODE = 7 * GIB, 2 * GIB  # that the two steps take
-FIRST_GRAPH, GRAPH = GIB // 4, GIB // 64  # that the driver takes
+OTHERS, HELD, IDLE = 5 * GIB, 20 * GIB, 3 * GIB  # of other processes; weights; cached by torch, unused
+PROMPT, DECODE = 7 * GIB, 2 * GIB  # peaks of the two steps
+FIRST_GRAPH, GRAPH = GIB // 4, GIB // 64  # allocated by the driver
 GRAPHS = SimpleNamespace(decode_sizes=[1, 2, 3], num_sizes=20)
 
 
 @dataclass
 class Card:
-    """The numbers of `torch.cuda` for one card of 100 GiB, and a runner that takes memory while it tries steps."""
+    """Simulates `torch.cuda` for one card of 100 GiB, and a runner that allocates memory when it tries steps."""
 
     graphs: object
     idle: int = IDLE
@@ -85,13 +85,13 @@ def test_the_share_of_the_card_less_others_weights_and_steps(
     layout = CacheLayout((GroupLayout(16, None),), block_bytes=GIB, num_blocks=1)
     free = find_free_gpu_memory(config, cast(Runner, card), layout, torch.device("cuda"))
     mixed = [[99, 1, 1]] if graphs else []
-    assert card.tried == [[99], [1, 1, 1], *mixed]  # a prompt leaves room for a token; logits of all rows in any case
+    assert card.tried == [[99], [1, 1, 1], *mixed]  # a prompt leaves room for a token; all rows have logits
     assert card.captured == ([3, 2] if graphs else [])
     assert free == 90 * GIB - OTHERS - (HELD - GIB) - taken
 
 
 def test_dummy_steps_take_the_memory_of_the_longest_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of a GPU allocate by the bounds that the host tells, as in captured steps."""
+    """GPU kernels allocate by upper bounds from the host, as in captured steps."""
     make_checkpoint(tmp_path, "llama")
     told: list[list[int]] = []
 
@@ -160,7 +160,7 @@ def test_the_log_says_what_was_allocated(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its runner and graphs refer to each other, so that nobody knows when the trial's memory comes back."""
+    """Its runner and graphs refer to each other, so it is unknown when the trial's memory is released."""
     make_checkpoint(tmp_path, "llama")
     tried: list[int] = []
 
@@ -193,7 +193,7 @@ def plan_on_a_gpu(found: worker.Worker, monkeypatch: pytest.MonkeyPatch) -> Cach
 
 
 def test_slots_of_adapters_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are there when memory is measured, unlike what else adapters take."""
+    """They exist when memory is measured, unlike other memory for adapters."""
     make_checkpoint(tmp_path, "llama")
     found = make_engine(tmp_path, enable_lora=True)._executor._worker  # type: ignore[attr-defined]
     allocated = [0]

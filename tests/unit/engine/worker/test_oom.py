@@ -1,4 +1,4 @@
-"""Memory that runs out, under the class that decides what follows."""
+"""Out-of-memory errors get the class that decides how they are handled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of linear attention's states: slots beside the blocks of the KV cache, of the same number on all ranks."""
+"""The memory for states of linear attention: slots next to the KV cache's blocks, equally many on all ranks."""
 
 from __future__ import annotations
 

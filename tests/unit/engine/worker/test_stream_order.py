@@ -1,4 +1,4 @@
-"""In which order copies, events and captures are given to a GPU, with notes in place of one."""
+"""The order of copies, events and captures on a GPU, recorded without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serve_llm.engine.worker.pending_step import add_hidden_states, add_vectors,
 from support.engine import generate, greedy, make_engine
 from support.tiny import make_checkpoint
 
-DEVICE = torch.device("meta")  # any that is no CPU
+DEVICE = torch.device("meta")  # any device but the CPU
 
 
 class Event:
@@ -112,7 +112,7 @@ def test_a_step_without_samples_ends_with_the_work_on_the_device(notes: list[str
 
 
 def test_vectors_and_states_travel_while_the_next_step_is_computed(notes: list[str]) -> None:
-    """Copies that begin only when the results are wanted would also wait for the steps that were started by then."""
+    """Copies that begin only when results are read would also wait for steps that were started in the meantime."""
     copier = DeviceCopier(DEVICE)
     work = copier.record()
     step = add_vectors(finish_after(work, [RunnerOutput(), RunnerOutput()]), {1: torch.tensor([0.5, 2.0])}, copier)
@@ -130,7 +130,7 @@ def test_vectors_and_states_travel_while_the_next_step_is_computed(notes: list[s
 
 
 def test_each_chunk_of_a_prompt_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the engine would take blocks that the device is still writing for free ones."""
+    """Otherwise the engine would reuse blocks that the device is still writing."""
     vocab_size = make_checkpoint(tmp_path, "llama")
     steps: list[str] = []
     real = DeviceCopier.record

@@ -1,4 +1,4 @@
-"""Steps at start on the engine's GPU path: they leave captured steps, and nothing that a request sees."""
+"""Warm-up steps on the engine's GPU path: they leave captured steps, and nothing that a request can see."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_common_steps_are_captured_and_requests_go_on_as_before(
 
 
 def test_sizes_for_which_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache of one block, whose runner captures nothing. The engine does not notice."""
+    """Uses a cache of one block, whose runner captures nothing. The engine does not notice."""
     pytest.importorskip("triton", reason=NO_TRITON)
     make_checkpoint(tmp_path, "mixtral")
     options = {"block_size": 8, "max_num_seqs": 20}
@@ -64,7 +64,7 @@ def test_sizes_for_which_kernels_are_compiled(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3", "gemma3_text"])
 def test_meaningless_results_raise_nothing(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the kernels of a GPU, of which none is launched."""
+    """Uses GPU kernels, none of which is launched."""
     pytest.importorskip("triton", reason=NO_TRITON)
     from triton.runtime.interpreter import InterpretedFunction
 
