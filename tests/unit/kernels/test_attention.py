@@ -1,6 +1,6 @@
-"""Paged attention: equal to the definition, and the same bits for a row whatever stands around it.
+"""Paged attention: equal to the definition, and a row's bits do not depend on the rest of the batch.
 
-Tried with the plain torch operations and with every compiled variant that this processor runs.
+Tested with plain torch operations and with every compiled variant that this processor supports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPILED_SHAPES: list[Shape] = [
     (14, 2, 64, 16),
     (2, 1, 128, 256),
     (3, 1, 256, 64),
-    (135, 1, 16, 16),  # more heads for one KV head than a task takes rows
+    (135, 1, 16, 16),  # more heads per KV head than a task has rows
 ]
 COMPILED = library.find()
 VERSIONS: dict[str, Any] = {"portable": attention}
@@ -52,7 +52,7 @@ def defined(shape: Shape, dtype: torch.dtype, window: int | None, lengths: tuple
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, [torch.bfloat16]))
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_equals_the_definition(name: str, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
-    lengths = (1, 2, 65, 300 if shape[0] == 14 else 140)  # tiles are of 128 and 256 keys
+    lengths = (1, 2, 65, 300 if shape[0] == 14 else 140)  # tiles have 128 and 256 keys
     sequences = [make_sequence(length, shape, dtype, length) for length in lengths]
     ours = run(sequences, shape, window, random.Random(1), kernels=VERSIONS[name])
     tolerance = {"atol": 4e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
@@ -60,7 +60,7 @@ def test_equals_the_definition(name: str, shape: Shape, dtype: torch.dtype, wind
         torch.testing.assert_close(left, right, **tolerance)
 
 
-HOWS: dict[str, dict[str, Any]] = {  # the scores of these tests have a spread of about 5
+HOWS: dict[str, dict[str, Any]] = {  # these scores have a standard deviation of about 5
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": True},
     "int8": {"int8": True},
@@ -71,7 +71,7 @@ FEW_SHAPES: list[Shape] = [(6, 3, 24, 16), (14, 2, 64, 16), (10, 2, 40, 32)]
 
 
 def arguments(how: str, shape: Shape) -> dict[str, Any]:
-    """HOWS with a sink for each head, some far above all scores and some far below, and with ALiBi's slopes."""
+    """Return HOWS with a sink for each head, some far above all scores and some far below, and with ALiBi slopes."""
     found = dict(HOWS[how])
     if "sinks" in found:
         found["sinks"] = torch.linspace(-30, 30, shape[0])
@@ -118,7 +118,7 @@ def test_with_changed_scores_and_int8_bits_do_not_depend_on_batch_or_chunks(
         torch.set_num_threads(before)
 
 
-LATENT: dict[str, tuple[Shape, int]] = {  # the shape, and numbers of a value
+LATENT: dict[str, tuple[Shape, int]] = {  # the shape, and the value size
     "small": ((6, 1, 24, 16), 17),
     "of DeepSeek-V3, few heads": ((4, 1, 576, 64), 512),
     "with more heads than a task takes rows": ((130, 1, 40, 8), 24),
@@ -133,7 +133,7 @@ def test_values_that_are_a_part_of_the_keys(case: str, dtype: torch.dtype, int8:
     how = {"value_dim": value_dim, "int8": int8}
     sequences = [make_sequence(length, shape, dtype, length) for length in (3, 262)]
     for sequence in sequences:
-        sequence.query *= (24 / shape[2]) ** 0.5  # scores with the spread of the other tests
+        sequence.query *= (24 / shape[2]) ** 0.5  # scores spread as in the other tests
     expected = run(sequences, shape, None, random.Random(2), kernels=definition, **how)
     tolerance = {"atol": 4e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
     for kernels in VERSIONS.values():
@@ -143,13 +143,13 @@ def test_values_that_are_a_part_of_the_keys(case: str, dtype: torch.dtype, int8:
         for ours, again, theirs in zip(whole, cut, expected, strict=True):
             assert ours.shape == (len(theirs), shape[0], value_dim)
             torch.testing.assert_close(ours, theirs, **tolerance)
-            assert torch.equal(ours, again)  # whatever stands around it
+            assert torch.equal(ours, again)  # whatever else is in the batch
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_an_int8_cache_costs_little(name: str) -> None:
-    """Against the same attention over float32 keys and values: within 3 % of the outputs' spread (each number of normal
-    keys and values is off by up to 1.2 % of their spread, 0.7 % on average)."""
+    """Compared with the same attention over float32 keys and values: within 3 % of the outputs' spread (each value of
+    normal keys and values is off by up to 1.2 % of their spread, 0.7 % on average)."""
     shape = (14, 2, 64, 16)
     sequence = make_sequence(300, shape, torch.float32, seed=1)
     sequence.query /= 6  # scores with a spread of about 1
@@ -167,7 +167,7 @@ def test_an_int8_cache_costs_little(name: str) -> None:
     [
         (name, shape, 3 if shape[0] == 10 else 1)
         for name, shape in CASES
-        if shape not in ((2, 1, 128, 256), (3, 1, 256, 64), (135, 1, 16, 16))  # the kernels do nothing new there
+        if shape not in ((2, 1, 128, 256), (3, 1, 256, 64), (135, 1, 16, 16))  # the kernels do nothing different there
     ]
     + [("portable", ANY_SHAPES[2], 1)],
 )
@@ -192,7 +192,7 @@ def test_bits_do_not_depend_on_batch_or_chunks(
 @pytest.mark.parametrize("name", [name for name in VERSIONS if name != "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_long_context_on_many_threads(name: str, dtype: torch.dtype) -> None:
-    """Tiles of one row on several threads, merged in order: the bits of one thread."""
+    """Several threads process tiles of one row, which are merged in order: the bits equal those of one thread."""
     shape = (4, 2, 32, 16)
     subject = make_sequence(1500, shape, dtype, seed=5)
     outputs = []
@@ -205,7 +205,7 @@ def test_a_long_context_on_many_threads(name: str, dtype: torch.dtype) -> None:
 
 
 def decoded(subject: Sequence, shape: Shape, kernels: Any) -> Tensor:
-    """The last token's output, computed alone."""
+    """Return the last token's output, computed alone."""
     cache = Cache(shape, subject.query.dtype, random.Random(1))
     blocks = cache.table(len(subject))
     slots = [blocks[p // cache.block_size] * cache.block_size + p % cache.block_size for p in range(len(subject))]
@@ -217,7 +217,7 @@ def decoded(subject: Sequence, shape: Shape, kernels: Any) -> Tensor:
 @pytest.mark.parametrize("name", VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_with_strides(name: str, dtype: torch.dtype) -> None:
-    """Query, key and value as they come: slices of one matrix."""
+    """Query, key and value are slices of one matrix, as in models."""
     heads, kv_heads, head_dim, block_size = shape = (6, 3, 16, 8)
     whole = torch.randn((30, (heads + 2 * kv_heads) * head_dim), generator=torch.Generator().manual_seed(1)).to(dtype)
     parts = whole.split_with_sizes([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
@@ -238,7 +238,7 @@ def test_rows_with_strides(name: str, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("name", VERSIONS)
 def test_not_a_number_among_the_seen_shows(name: str, how: dict[str, Any]) -> None:
-    """A model that computes NaN must be found out, not smoothed over."""
+    """A model's NaN must be noticed, not smoothed over."""
     shape = (6, 3, 16, 8)
     subject = make_sequence(20, shape, torch.float32, 0)
     for broken in (subject.key, subject.value):

@@ -1,4 +1,5 @@
-"""Compiled sums and gathers: the definition's bits, for any number of ranks and of numbers, and ends of waits."""
+"""Compiled sums and gathers have the definition's bits, for any number of ranks and sizes, and waits can be
+interrupted."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Windows:
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Of very different sizes, so that the order of adding shows."""
+    """Return numbers of very different magnitudes, so that the order of additions matters."""
     generator = torch.Generator().manual_seed(1000 * rank + count)
     scale = torch.randint(-6, 6, (count,), generator=generator).float().exp2()
     return (torch.randn(count, generator=generator) * scale).to(dtype)
@@ -60,7 +61,7 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("slot_bytes", [64, 1 << 16])  # pieces of a few numbers; from 8 KiB on each rank adds a share
+@pytest.mark.parametrize("slot_bytes", [64, 1 << 16])  # pieces with few numbers; from 8 KiB on each rank adds a share
 def test_sums_have_the_bits_of_the_definition(size: int, dtype: torch.dtype, slot_bytes: int) -> None:
     counts = [1, 31, 33, 896, 257, 0, 5] + ([4096, 4097, 2048, 16385, 40001, 7] if slot_bytes > 64 else [])
 
@@ -114,7 +115,7 @@ def test_gathers(dtype: torch.dtype, slot_bytes: int) -> None:
 
 
 def test_sums_and_gathers_of_all_sizes_take_turns() -> None:
-    """Slots are used again at once: a rank that runs ahead must not overwrite what another one still reads."""
+    """Slots are reused at once: a rank that runs ahead must not overwrite what another one still reads."""
 
     def work(collectives: Collectives, rank: int) -> bool:
         right = True

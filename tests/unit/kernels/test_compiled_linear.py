@@ -1,5 +1,5 @@
-"""Linear layers of the compiled kernels, in every variant that this processor runs: equal to the definition, and a
-row's bits do not depend on the rows around it, on the number of threads, or on how many rows come at once."""
+"""Linear layers in every compiled variant that this processor supports: equal to the definition, and a row's bits do
+not depend on other rows, the number of threads, or the number of rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def int8_weights(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(packer: Packer, kind: str, outputs: int, inputs: int) -> tuple[linear.Linear, torch.dtype]:
-    """A layer with a bias, and the type of its rows."""
+    """Return a layer with a bias, and the type of its rows."""
     if kind == "int8":
         return packer.pack_int8(*int8_weights(outputs, inputs), random(outputs, dtype=torch.bfloat16)), torch.bfloat16
     dtype: torch.dtype = getattr(torch, kind)
@@ -112,7 +112,7 @@ def test_layouts_of_weights_and_rows(packer: Packer) -> None:
     assert torch.equal(packer.pack(beside[:, 7:])(x), expected)
     assert torch.equal(packer.pack(weight)(torch.cat((x, x), 1)[:, 53:]), expected)
     assert torch.equal(packer.pack(weight)(x.T.contiguous().T), expected)
-    half, wide = weight[:, :10].bfloat16(), random(3, 21).bfloat16()  # rows that do not start at whole units
+    half, wide = weight[:, :10].bfloat16(), random(3, 21).bfloat16()  # rows that are not aligned to vectors
     assert torch.equal(packer.pack(half)(wide[:, 3:13]), packer.pack(half)(wide[:, 3:13].contiguous()))
 
 

@@ -24,7 +24,7 @@ SIZES = [
     (3, 2, 10, 11),
     (2, 3, 16, 40),
     (1, 2, 8, 80),
-]  # key heads, heads of each, key_dim, value_dim
+]  # key heads, heads per key head, key_dim, value_dim
 NUM_SLOTS = 6
 LENGTHS = [1, 2, 7, 30]
 SLOTS = [4, 1, 0, 2]
@@ -41,7 +41,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def make_inputs(layer: DeltaRule, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows of a wider tensor, as a joint projection gives them."""
+    """Return rows of a wider tensor, as a joint projection does."""
     generator = torch.Generator().manual_seed(5)
     channels = layer.conv.shape[1]
     qkv = torch.randn(tokens, channels + 7, generator=generator).to(dtype)[:, :channels]
@@ -54,7 +54,7 @@ def make_cache(layer: DeltaRule) -> Tensor:
 
 
 def run_twice(run: Run, layer: DeltaRule, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Sequences that begin, then some that go on beside one that takes a slot over."""
+    """Run new sequences, then some that continue next to one that takes over a slot."""
     starts = [0, *accumulate(LENGTHS)]
     qkv, gates = make_inputs(layer, starts[-1], dtype)
     cache = make_cache(layer)
@@ -74,7 +74,7 @@ def test_against_the_oracle(run: Run, sizes: tuple[int, int, int, int], dtype: t
     for left, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(cache, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-    assert cache[[3, 5]].isnan().all()  # nobody's slots
+    assert cache[[3, 5]].isnan().all()  # unused slots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

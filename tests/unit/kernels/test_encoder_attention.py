@@ -1,5 +1,5 @@
-"""Attention of encoders by the compiled kernels, every variant that this processor runs: equal to the definition, and a
-prompt's bits depend on nothing but that prompt."""
+"""Encoder attention in every compiled variant that this processor supports: equal to the definition, and a prompt's
+bits depend only on that prompt."""
 
 from __future__ import annotations
 

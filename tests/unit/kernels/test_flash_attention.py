@@ -1,4 +1,4 @@
-"""FlashAttention-3 as a backend: what it is given, when it is offered, and when not. A stand-in has its signatures."""
+"""FlashAttention-3 as a backend: its arguments, and when it is offered. A stand-in has its signatures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LATENT = AttentionForm(576, 512)
 
 
 class Flash:
-    """By the names of `kernels.attention`. Where a block was given back there are numbers, as on a GPU."""
+    """Has the functions of `kernels.attention`. Replaces the NaN of released blocks by numbers, as on a GPU."""
 
     def __init__(self) -> None:
         self.library = FlashLibrary()
@@ -71,20 +71,21 @@ def test_it_computes_what_the_definition_says(
 
 
 def test_a_captured_step_may_hold_less_than_its_bounds() -> None:
-    """The bounds of a captured step: one prompt may have all tokens, and the rest is padding with a context of 0."""
+    """With the bounds of a captured step: one prompt may have all tokens, and the rest is padding with a context of
+    0."""
     query, cache = torch.randn(6, 4, 64).bfloat16(), torch.randn(4, 2, 2, 16, 64).bfloat16()
     table = torch.tensor([[1, 2], [0, 0], [0, 0]], dtype=torch.int32)
     lengths = Lengths(*(torch.tensor(n, dtype=torch.int32) for n in ([0, 5, 5, 6], [20, 0, 0])))
     found = FlashAttention(FlashLibrary())(query, cache, table, [0, 1, 6, 6], [32] * 3, scale=0.1, on_device=lengths)
     exact = definition.paged_attention(query[:5], cache, table[:1], [0, 5], [20], scale=0.1)
     assert (found[:5].float() - exact.float()).abs().max() < 0.02 and not found[5].any()
-    with pytest.raises(AssertionError):  # the stand-in is told that all are decodes
+    with pytest.raises(AssertionError):  # the stand-in checks the claim that all are decodes
         FlashAttention(FlashLibrary())(query, cache, table, [0, 1, 2, 3], [32] * 3, scale=0.1, on_device=lengths)
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FlashLibrary:
-    """As `kernels` finds it in the Hub's cache."""
+    """Put the library where `kernels` finds it in the Hub's cache."""
     found = FlashLibrary()
 
     def get_kernel(
@@ -137,7 +138,7 @@ def test_the_log_names_the_commit(library: FlashLibrary, caplog: pytest.LogCaptu
 )
 def test_what_it_does_not_compute(library: FlashLibrary, features: Features, reason: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "kernels", None)  # nothing is looked for
+        patch.setitem(sys.modules, "kernels", None)  # nothing is searched for
         found = flash_attention.offer(features)
     assert isinstance(found, str)
     with pytest.raises(ValueError, match=reason):
@@ -161,7 +162,7 @@ def test_what_may_go_wrong_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         return flash_attention.offer(H100)
 
     assert offer_with(None) == "the extra serve-llm[cuda] is not installed"
-    assert offer_with(SimpleNamespace()) == "the extra serve-llm[cuda] is not installed"  # something else of that name
+    assert offer_with(SimpleNamespace()) == "the extra serve-llm[cuda] is not installed"  # another package so named
     repository = flash_attention.REPOSITORY
     assert offer_with(SimpleNamespace(get_kernel=fails)) == f"{repository} cannot be loaded: no connection"
     wrong = offer_with(SimpleNamespace(get_kernel=lambda *_, **__: Wrong()))

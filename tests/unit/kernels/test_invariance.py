@@ -1,4 +1,4 @@
-"""The self-check finds layers whose rows depend on their company, and makes them right."""
+"""The self-check finds layers whose rows depend on other rows, and corrects them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def right(x: Tensor) -> Tensor:
 
 
 def another_way_for_few(x: Tensor) -> Tensor:
-    """As libraries do it: few rows take code that adds up in another order."""
+    """Use other code for few rows, which adds in a different order, as libraries do."""
     return right(x) if len(x) > 3 else (x[:, None] * WEIGHT).view(len(x), 24, 2, 20).sum(-1).sum(-1)
 
 
 def another_way_for_the_last(x: Tensor) -> Tensor:
-    """Rows behind the last whole pair, whatever the number of them, take other code."""
+    """Use other code for rows after the last whole pair, for any number of rows."""
     y = right(x)
     if len(x) % 2:
         y[-1] = another_way_for_few(x[-1:])[0]
@@ -32,7 +32,7 @@ def another_way_for_the_last(x: Tensor) -> Tensor:
 
 
 def by_company(x: Tensor) -> Tensor:
-    """No number of rows but one is safe."""
+    """Depend on all rows, so that only a single row is safe."""
     return right(x) + x.abs().sum() * 1e-3
 
 

@@ -1,5 +1,5 @@
-"""Products in 8-bit floats: rows and weights rounded to the nearest number, and torch's product of them, which a CPU
-has as well, equal to the definition."""
+"""Products in fp8: rows and weights are rounded to the nearest value, and torch's product of them, which CPUs support
+too, equals the definition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TestQuantiseRows:
         there_are = torch.arange(256, dtype=torch.uint8).view(linear_fp8.DTYPE).double().nan_to_num()
         wanted = x.double() / scales.double()
         nearest = (wanted.unsqueeze(-1) - there_are).abs().amin(-1)
-        assert ((numbers[:, :53].double() - wanted).abs() - nearest).max() < 1e-4  # halves aside, which float32 moves
+        assert ((numbers[:, :53].double() - wanted).abs() - nearest).max() < 1e-4  # ties aside, which float32 moves
 
     def test_zeros_and_what_is_not_finite(self) -> None:
         x = random(4, 16).float()
@@ -59,7 +59,7 @@ class TestProduct:
         assert ((ours.float() - exact.float()).abs() / size).max() < 2.0**-7
 
     def test_close_to_the_product_of_what_was_rounded(self) -> None:
-        """Errors of 2**-4 at most of each factor, which sums average: measured 3.7 % of the size of the results."""
+        """Each factor has an error of at most 2**-4; sums average them: measured 3.7 % of the size of the results."""
         weight, x = random(256, 512), random(20, 512, seed=1)
         ours, exact = linear_fp8.pack_fp8(*quantise(weight))(x).float(), x.float() @ weight.float().T
         assert 0.01 < (ours - exact).norm() / exact.norm() < 0.05

@@ -48,7 +48,7 @@ def random_rows(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> T
 
 
 def rounds_rows(packer: GroupedPacker, weight: GroupedWeight) -> bool:
-    """Whether rows of bfloat16 are rounded to int8."""
+    """Return whether rows of bfloat16 are rounded to int8."""
     if weight.is_float8 or weight.table is not None:
         return False
     variant = library.VARIANTS[packer.number]
@@ -56,7 +56,7 @@ def rounds_rows(packer: GroupedPacker, weight: GroupedWeight) -> bool:
 
 
 def round_rows(x: Tensor, weight: GroupedWeight) -> Tensor:
-    """x: (rows, inputs) -> the same in float64, each group rounded to multiples of its largest magnitude / 127."""
+    """Return rows x (rows, inputs) in float64, each group rounded to multiples of its largest magnitude / 127."""
     rounded = torch.zeros_like(x, dtype=torch.float64)
     groups = (torch.arange(x.shape[1]) + weight.offset) // weight.group_size
     for group in groups.unique():
@@ -90,8 +90,8 @@ def test_against_float64(packer: GroupedPacker, shape: tuple[int, int, int], cod
 @pytest.mark.parametrize("kind", ["float8", "whole table", "fine table", "4 bits", "8 bits", "zeros", "minimums"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_bfloat16(packer: GroupedPacker, shape: tuple[int, int, int], kind: str) -> None:
-    """Numbers that bfloat16 holds are multiplied as that by some processors, which rounds sums a little otherwise; for
-    codes that are integers, most round the rows to int8."""
+    """Some processors multiply values that bfloat16 represents exactly as such, which rounds sums slightly differently;
+    for integer codes, most round the rows to int8."""
     outputs, inputs, group_size = shape
     codes = {"whole table": "table", "fine table": "table", "zeros": "4 bits", "minimums": "4 bits"}.get(kind, kind)
     weight = random_weight(outputs, inputs, group_size, codes)
@@ -118,7 +118,7 @@ def test_zeros_minimums_order_and_halves(packer: GroupedPacker, codes: str) -> N
     assert_close(packer, replace(weight, zeros=more * 4))
     assert_close(packer, replace(weight, minimums=more))
     assert_close(packer, replace(weight, order=order))
-    tiny = torch.tensor([6e-8, 6.1e-5, -2.0])  # float16 without leading one, and just with it
+    tiny = torch.tensor([6e-8, 6.1e-5, -2.0])  # subnormal float16, the smallest normal one
     halves = replace(weight, scales=(weight.scales.half().float() * tiny.half().float()).half().float())
     assert_close(packer, replace(halves, zeros=more.half().float()))
 
@@ -195,7 +195,7 @@ def test_extreme_scales(packer: GroupedPacker) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize(("inputs", "group_size"), [(160, 32), (1208, 640)])  # the latter more than a block of codes
+@pytest.mark.parametrize(("inputs", "group_size"), [(160, 32), (1208, 640)])  # the latter exceeds a block of codes
 def test_a_rows_bits_do_not_depend_on_the_others(
     packer: GroupedPacker, inputs: int, group_size: int, codes: str, dtype: torch.dtype
 ) -> None:

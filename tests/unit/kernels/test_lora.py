@@ -14,14 +14,14 @@ from serve_llm.kernels.lora import ExpansionWeight, LoRAKernels, OutputScale
 
 PATH = library.find()
 pytestmark = pytest.mark.skipif(PATH is None, reason="no compiled kernels")
-INPUTS = 83  # not a multiple of any vector's length
+INPUTS = 83  # not a multiple of any vector length
 PARTS = (slice(0, 300), slice(300, 337), slice(337, 350))
 VARIANTS = library.Library(PATH).variants if PATH is not None else ()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def make_weights(rank: int, dtype: torch.dtype, seed: int, dora: bool) -> tuple[Tensor, list[ExpansionWeight]]:
-    """An adapter of the first two parts, which share the first product, and of the last."""
+    """Return an adapter of the first two parts, which share the first product, and of the last."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> Tensor:
@@ -88,7 +88,7 @@ def test_all_rows(kernels: LoRAKernels) -> None:
     few, own = y[:7].clone(), x[:7]
     kernels.add(y, x, prepared)
     torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-4)
-    kernels.add(few, own, prepared)  # for another number of rows
+    kernels.add(few, own, prepared)  # with another number of rows
     torch.testing.assert_close(few, y[:7])
 
 

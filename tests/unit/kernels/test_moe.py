@@ -1,4 +1,4 @@
-"""Experts one by one against the reference, and whatever else is in the batch."""
+"""Experts one by one against the reference, with anything else in the batch."""
 
 from __future__ import annotations
 

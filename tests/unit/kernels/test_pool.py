@@ -1,5 +1,5 @@
-"""The threads that compiled kernels share their work with: results are those of one thread, for several callers at a
-time and in a child of fork as well."""
+"""The thread pool of the compiled kernels: results equal those of one thread, for several concurrent callers and in a
+forked child."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_many_short_pieces_of_work(threads: int) -> None:
 
 
 def test_several_callers_at_a_time(threads: int) -> None:
-    """Layers are not shared between them: a layer keeps its arguments where the kernel reads them."""
+    """Each caller has its own layer: a layer keeps its arguments where the kernel reads them."""
     assert COMPILED is not None
     packer, weight, x = Packer(Library(COMPILED)), random(3000, 64), random(9, 64, seed=1)
     expected = packer.pack(weight)(x)

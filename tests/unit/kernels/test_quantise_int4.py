@@ -28,7 +28,7 @@ def test_against_the_definition(
     weight = torch.randn((outputs, inputs), generator=torch.Generator().manual_seed(outputs)).to(dtype) * 0.05
     codes, scales, zeros = kernels.quantise_int4(weight, group_size)
     wanted_codes, wanted_scales, wanted_zeros = quantise_int4(weight, group_size)
-    # Sums in another order can choose another of two ranges that are as good.
+    # Sums in another order can choose another of two equally good ranges.
     same = (scales - wanted_scales).abs() <= 2e-3 * wanted_scales
     assert same.float().mean() > 0.98
     assert torch.equal(zeros[same], wanted_zeros[same])
@@ -53,8 +53,8 @@ def test_columns_of_a_larger_matrix_and_no_numbers(kernels: RowKernels) -> None:
 def test_extreme_groups(kernels: RowKernels) -> None:
     weight = torch.zeros(6, 32)
     weight[1, 3], weight[2, 3], weight[3, 3] = torch.nan, torch.inf, -torch.inf
-    weight[4] = 1e9  # more than float16 holds
-    weight[5, :16] = 1e-7  # less than float16 holds with a leading one
+    weight[4] = 1e9  # exceeds float16
+    weight[5, :16] = 1e-7  # below the smallest normal float16
     codes, scales, zeros = kernels.quantise_int4(weight, 32)
     wanted = quantise_int4(weight, 32)
     for row in (0, 4, 5):

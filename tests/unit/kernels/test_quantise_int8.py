@@ -1,4 +1,4 @@
-"""Weights rounded to int8: the scheme's definition, and weights that are odd."""
+"""Rounding weights to int8: the scheme's definition, and unusual weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @pytest.fixture(params=["torch", *VARIANTS])
 def quantise(request: pytest.FixtureRequest) -> Quantise:
-    """The definition, or a compiled version."""
+    """Quantise by the definition or a compiled version."""
     if request.param == "torch":
         return quantise_int8
     assert PATH is not None

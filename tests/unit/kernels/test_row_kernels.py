@@ -1,5 +1,5 @@
-"""The compiled kernels for rows, every variant that this processor runs: equal to the plain torch operations, and a
-row's bits depend on nothing but that row."""
+"""Compiled row kernels in every variant that this processor supports: equal to the plain torch operations, and a row's
+bits depend only on that row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def assert_rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Any rows of x, on 1 to 3 threads, have the bits that all of x gives."""
+    """Check that any rows of x, on 1 to 3 threads, have the bits that computing all of x gives."""
     whole = function(x)
     for threads, count in itertools.product((1, 2, 3), (1, 2, 5, 17, 32, len(x))):
         torch.set_num_threads(threads)
@@ -59,7 +59,8 @@ def assert_rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    """A sum in another order may tip a rounding: one unit in the last place, in float32 a few."""
+    """Check with tolerance: a sum in another order may change a rounding by one unit in the last place, in float32 by a
+    few."""
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours, theirs, rtol=2**-7 if ours.dtype == torch.bfloat16 else 1e-6, atol=1e-7)
 
@@ -149,7 +150,7 @@ class TestActivation:
 
     @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
     def test_float32_is_exact_to_a_few_units(self, kernels: RowKernels, name: str) -> None:
-        """Also where torch's own formulas lose all digits: left of -4."""
+        """Even where torch's own formulas lose all digits: below -4."""
         x = torch.linspace(-6.0, 12.0, 20001)
         exact = x.double()
         if name == "gelu":
@@ -198,7 +199,7 @@ class TestRopeAndCache:
     ) -> None:
         heads, kv_heads, block_size = 6, 3, 8
         whole = random(ROWS, (heads + 2 * kv_heads) * head_dim + 5, dtype=dtype)
-        qkv = whole[:, 2:-3]  # rows lie apart
+        qkv = whole[:, 2:-3]  # rows are not adjacent
         weights = [random(head_dim, dtype=torch.float32 if with_norms == "wide" else dtype, seed=n) for n in (0, 3)]
         norms = HeadNorms(*weights, 1e-6)
         angle = random(ROWS, head_dim // 2, seed=2) * 3
@@ -226,7 +227,7 @@ class TestRopeAndCache:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_and_an_int8_cache(kernels: RowKernels, dtype: torch.dtype) -> None:
-    """No norms, so that keys are turned to the same bits and rounded to the same numbers."""
+    """Without norms, so that keys are rotated to the same bits and rounded to the same numbers."""
     heads, kv_heads, size, block_size, rows = 6, 3, 24, 8, 20
     qkv = random(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
     angle = random(rows, size // 2, seed=1)

@@ -1,4 +1,4 @@
-"""Kernels that work on rows: equal to their definitions, and a row's bits do not depend on the rows around it."""
+"""Row kernels: equal to their definitions, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def assert_rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Rows computed in groups of any size, at any place, have the bits of rows computed all at once."""
+    """Check that rows computed in groups of any size, at any place, have the bits of rows computed all at once."""
     whole = function(x)
     for count in ROWS:
         first = 7 * count % (len(x) - count + 1)

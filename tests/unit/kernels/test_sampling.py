@@ -1,5 +1,5 @@
-"""The draw and the log-probabilities: every compiled variant that this processor runs, the torch definition and a
-plain float64 sort must all agree."""
+"""Sampling and logprobs: every compiled variant that this processor supports, the torch definition and a plain float64
+sort must all agree."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ VOCABS = [1, 2, 7, 63, 1025, 5003]
 
 
 def distribution(logits: torch.Tensor, draw: Draw) -> npt.NDArray[np.float64]:
-    """Probability of each id, by sorting everything in float64."""
+    """Return the probability of each id, by sorting everything in float64."""
     values = logits.numpy().astype(np.float64) / draw.temperature
     weights = np.exp(values - values.max())
     keep = weights >= draw.min_p
@@ -49,7 +49,7 @@ def distribution(logits: torch.Tensor, draw: Draw) -> npt.NDArray[np.float64]:
 
 
 def expected(probabilities: npt.NDArray[np.float64], noise: float) -> tuple[int, bool]:
-    """The id that the noise falls on, and whether it falls too close to a border to be sure."""
+    """Return the id that the noise selects, and whether the noise is too close to a boundary to be sure."""
     borders = np.cumsum(probabilities)
     return int(np.searchsorted(borders, noise, side="right")), bool(np.abs(borders - noise).min() < 1e-6)
 
@@ -93,7 +93,7 @@ def test_equal_logits_stay_or_go_together(kernel: Any, seed: int, vocab: int, dr
         (Draw(1.0, 0, 0.501, 0.0, 0.0), {1, 3, 4}),
         (Draw(1.0, 0, 0.874, 0.0, 0.0), {1, 3, 4}),
         (Draw(1.0, 0, 0.876, 0.0, 0.0), {0, 1, 2, 3, 4, 5}),
-        (Draw(1.0, 3, 0.57, 0.0, 0.0), {1}),  # top_p counts in what top_k left: id 1 has 4/7 of that
+        (Draw(1.0, 3, 0.57, 0.0, 0.0), {1}),  # top_p applies to what top_k left: id 1 has 4/7 of that
         (Draw(1.0, 3, 0.58, 0.0, 0.0), {1, 3, 4}),
         (Draw(1.0, 0, 1.0, 0.25, 0.0), {1, 3, 4}),
         (Draw(0.5, 0, 1.0, 0.25, 0.0), {1}),  # temperature comes before min_p: 1/16 of the likeliest
@@ -125,13 +125,13 @@ def test_borders_between_blocks_of_the_sum(kernel: Any) -> None:
 @pytest.mark.parametrize("scale", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("top_p", mostly_slow([0.01, 0.2, 0.5, 0.8, 0.95, 0.999], [0.2, 0.95]))
 def test_wide_nucleus(kernel: Any, scale: float, top_p: float) -> None:
-    """Thousands of tokens are needed, so the search by halves goes several rounds, up and down."""
+    """Thousands of tokens are needed, so the binary search takes several rounds, up and down."""
     logits = torch.randn(30_011, generator=torch.Generator().manual_seed(1)) * scale
     for noise in (0.03, 0.5, 0.97):
         draw = Draw(1.0, 0, top_p, 0.0, noise)
         token_id, _ = expected(distribution(logits, draw), noise)
         (found,) = kernel.sample(logits.unsqueeze(0), [draw])
-        assert abs(found - token_id) <= 1  # one place of 30,000: the borders are that close to each other
+        assert abs(found - token_id) <= 1  # one place of 30,000: the boundaries are that close
 
 
 @BOTH
@@ -174,7 +174,7 @@ def test_extreme_temperatures_do_not_overflow(kernel: Any, temperature: float) -
 
 @EVERY_FAST
 def test_frequencies_follow_the_distribution(kernel: Any) -> None:
-    """Chi-square over 20,000 evenly spread draws of 50 tokens in scrambled order."""
+    """Chi-square over 20,000 evenly spread draws of 50 tokens in random order."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 2
     draw = Draw(1.3, 0, 0.97, 0.01, 0.0)
     noise = np.random.default_rng(5).random(20_000)
@@ -189,7 +189,7 @@ def test_frequencies_follow_the_distribution(kernel: Any) -> None:
 
 @EVERY_FAST
 def test_a_row_does_not_depend_on_its_neighbours(kernel: Any) -> None:
-    """In any place of any batch, also where a row begins at an odd address."""
+    """At any place in any batch, even if a row begins at an odd address."""
     generator = torch.Generator().manual_seed(11)
     pick = np.random.default_rng(11)
     row = torch.randn(4999, generator=generator) * 2
@@ -252,7 +252,7 @@ def test_likeliest_and_largest_of_broken_rows(kernel: Any, value: float) -> None
     assert len(kernel.top_k(nothing, 2)[0]) == 1
 
 
-# The vocabularies of real models, and rows that are hard to select from.
+# Vocabularies of real models, and rows from which selecting is hard.
 
 WHOLE = 151_936
 SOME_DRAWS = [
@@ -275,7 +275,7 @@ def hard_rows(vocab: int) -> torch.Tensor:
     rows[4, vocab // 2] = 0.0
     rows[5] = 2.5
     rows[6] = rows[6].round()  # many equals
-    rows[7] = -3e38  # one stands above all by more than float32 can say
+    rows[7] = -3e38  # one exceeds all others by more than float32 can represent
     rows[7, vocab // 3] = 3e38
     return rows
 
@@ -286,7 +286,7 @@ def hard_answers(vocab: int, dtype: torch.dtype) -> list[list[int]]:
 
 
 def probability_between(logits: torch.Tensor, draw: Draw, ids: list[int]) -> float:
-    """Of the ids from the lowest to the highest of the two, less that of the likelier one."""
+    """Return the probability of the ids from the lower to the higher one, without that of the more likely one."""
     probabilities = distribution(logits, draw)[min(ids) : max(ids) + 1]
     return float(probabilities.sum() - probabilities.max())
 
@@ -295,7 +295,7 @@ def probability_between(logits: torch.Tensor, draw: Draw, ids: list[int]) -> flo
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize("vocab", [1, 7, 1000, WHOLE])
 def test_hard_rows(kernel: Any, vocab: int, dtype: torch.dtype) -> None:
-    """As the definition; another id only where the noise falls next to a border."""
+    """As the definition; a different id only if the noise is next to a boundary."""
     logits = hard_rows(vocab).to(dtype)
     for draw, wanted in zip(SOME_DRAWS, hard_answers(vocab, dtype), strict=True):
         found = kernel.sample(logits, [draw] * 8)
@@ -321,7 +321,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.skipif(COMPILED is None, reason="the kernels were not compiled")
 def test_threads_and_instruction_sets_do_not_show(threads: None) -> None:
-    """The instruction sets that multiply and add at once give the same bits; those without may round differently."""
+    """Instruction sets with fused multiply-add give the same bits; those without may round differently."""
     logits, ids = hard_rows(WHOLE)[:5].contiguous(), [3, 1, 4, 1, 5]
     results = []
     for kernel in (FAST[variant] for variant in FAST if variant != "baseline"):

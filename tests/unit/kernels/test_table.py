@@ -1,4 +1,4 @@
-"""Rows that are looked up in packed matrices are those of the matrix, for every variant."""
+"""Rows looked up in packed matrices are those of the matrix, in every variant."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compiled(request: pytest.FixtureRequest) -> library.Library:
 
 
 def random_weight(form: str) -> GroupedWeight:
-    """37 outputs and 96 inputs in groups of 32."""
+    """Return 37 outputs and 96 inputs in groups of 32."""
     generator = torch.Generator().manual_seed(1)
     bits = 8 if form in ("8 bits", "minimums", "float8") else 4
     codes = torch.randint(0, 2**bits, (37, 96), generator=generator, dtype=torch.uint8)
@@ -67,7 +67,7 @@ def test_int8(inputs: int, compiled: library.Library) -> None:
 
 
 def all_tables(kernels: registry.Kernels, rows: int) -> list[tuple[table.Table, Tensor]]:
-    """Tables of this many rows, and the matrices."""
+    """Return tables of this many rows, and the matrices."""
     numbers, scales = torch.ones((rows, 96), dtype=torch.int8), torch.ones(rows, 1)
     weight = random_weight("8 bits").map_rows(lambda tensor: tensor[:rows])
     return [
@@ -84,7 +84,7 @@ def test_the_definitions() -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=needs_kernels)])
 def test_without_rows(is_compiled: bool) -> None:
-    """As on a rank to which no part of a small vocabulary falls."""
+    """As on a rank that gets no part of a small vocabulary."""
     kernels = registry.choose(torch.device("cpu"), torch.float32, {16}) if is_compiled else registry.PORTABLE
     for made, _ in all_tables(kernels, 0):
         assert torch.equal(made.look_up(torch.tensor([0, 0])), torch.zeros(2, 96))

@@ -1,4 +1,4 @@
-"""For which instruction sets the kernels are compiled, and what a library does that lacks the fastest one."""
+"""The instruction sets for which the kernels are compiled, and how a library works without the fastest one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve_llm.kernels.torch_sampling import SyncSampling
 
 ROOT = Path(__file__).parents[3]
 COMPILED = library.find()
-# Writes down its arguments and makes the file that it was asked for.
+# Records its arguments and creates the requested file.
 COMPILER = """#!/bin/sh
 echo "$*" >> "$LOG"
 while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
@@ -32,7 +32,7 @@ needs_kernels = pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at 
 
 
 def run_setup(folder: Path, kernels: str) -> tuple[subprocess.CompletedProcess[str], str]:
-    """setup.py's result, with a compiler that only writes down its arguments, and what it wrote."""
+    """Run setup.py with a compiler that only records its arguments. Returns its result, and the record."""
     compiler, log = folder / "c++", folder / "log"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
@@ -71,8 +71,8 @@ def test_an_unknown_choice_of_kernels_is_an_error(tmp_path: Path) -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, compiled: set[int], runnable: int) -> Path:
-    """The real library, which says that it has only the variants `compiled` and that the processor runs the first
-    `runnable`."""
+    """Return the real library, pretending that it has only the variants `compiled` and that the processor supports the
+    first `runnable`."""
 
     class Native(ctypes.CDLL):
         serve_llm_compiled = staticmethod(lambda number: number in compiled)

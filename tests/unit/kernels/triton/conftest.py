@@ -1,4 +1,4 @@
-"""For tests of Triton's kernels: its interpreter rounds as a GPU does, and as silently."""
+"""Fixtures of tests of Triton kernels: the interpreter rounds as a GPU does, and as silently."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @dataclass
 class Step:
-    """Sequences with so many new tokens and such lengths, in a cache that is NaN wherever nothing is seen."""
+    """Sequences with these numbers of new tokens and total lengths, in a cache that is NaN outside of the visible
+    keys."""
 
     shape: Shape
     dtype: torch.dtype
@@ -64,7 +65,7 @@ class Step:
                 self.cache[block, :, :, seen] = numbers[: self.cache.shape[1], :, low:high]
 
     def run(self, kernels: Any, rows: slice = slice(None), **more: Any) -> Tensor:
-        """rows: of the sequences."""
+        """Run the kernel. rows: those of the sequences."""
         first, counts = self.starts[rows][0], self.counts[rows]
         starts = [sum(counts[:n]) for n in range(len(counts) + 1)]
         return kernels.paged_attention(
@@ -93,7 +94,8 @@ def lengths(starts: list[int], contexts: list[int]) -> Lengths:
 
 
 def random_step(seed: int, single: bool) -> Step:
-    """single: decode, with contexts of up to 11 tiles of keys; else prefill chunks with decodes between them."""
+    """Return a random step. single: decode, with contexts of up to 11 tiles of keys; else prefill chunks with decodes
+    between them."""
     rng = random.Random(seed)
     kv_heads, block_size = rng.choice([1, 2]), rng.choice([8, 16, 64])
     heads = kv_heads * rng.choice([1, 2, 3, 7])
@@ -214,7 +216,8 @@ def test_a_cache_in_fp8(shape: Shape, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 2, 24, None, 16), (6, 1, 48, 32, 8)])
 def test_scales_of_a_cache_in_fp8(shape: Shape) -> None:
-    """One for the keys and one for the values of each KV head; of latent rows one for both. Some keys are split."""
+    """One scale for the keys and one for the values of each KV head; latent rows have one for both. Some keys are
+    split."""
     how = {"sinks": torch.linspace(-2, 2, shape[0]), "softcap": 9.0}
     step = Step(shape, torch.bfloat16, [1, 20, 1], [700, 600, 7], how=how)
     scales = torch.tensor([[0.25, 3.0], [40.0, 0.5]]) if shape[3] is None else torch.tensor([[3.0]])
@@ -257,7 +260,8 @@ def launch(
     cache_dtype: torch.dtype | None = None,
     **more: Any,
 ) -> None:
-    """Sequences with so many new tokens each, as an engine has them: views, which hold nothing."""
+    """Launch the kernels for sequences with these numbers of new tokens, as an engine passes them: views without
+    data."""
     (heads, kv_heads, head_dim, value_dim, block_size), how = MODELS[model]
     qkv = torch.empty((sequences * count, heads + 2 * kv_heads, head_dim), dtype=dtype, device="meta")
     parts = 1 if value_dim else 2
@@ -270,7 +274,7 @@ def launch(
 
 @pytest.fixture(scope="module")
 def hopper() -> dict[str, list[Resources]]:
-    """Of each model decode, combine and prefill; all compiled by one process, since its start takes seconds."""
+    """Compile decode, combine and prefill of each model, all in one process, since it takes seconds to start."""
     work: dict[str, Callable[[], Any]] = {
         model: lambda model=model: [launch(model, 1), launch(model, 8192)] for model in MODELS
     }
@@ -286,13 +290,13 @@ def hopper() -> dict[str, list[Resources]]:
 def test_is_compiled_for_hopper(model: str, hopper: dict[str, list[Resources]]) -> None:
     lists, (decode, prefill), combines = hopper[model][::3], hopper[model][1::3], hopper[model][2::3]
     assert_fits([*lists, *combines])
-    most = 320 if model == "DeepSeek V3" else 32  # 320: 64 rows of 512 float32 to add to
+    most = 320 if model == "DeepSeek V3" else 32  # 320: accumulators of 64 rows of 512 float32
     assert_fits([decode, prefill], stack_bytes=most)
     assert decode.has_mma and prefill.has_wgmma
     assert all("cp.async.cg.shared.global" in kernel.ptx for kernel in (decode, prefill))
 
 
-CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that a program can have, by compute capability
+CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB per program, by compute capability
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The cases of the GPU benchmark run on a CPU, interpreted and with tiny shapes."""
+"""The cases of the GPU benchmark on a CPU, interpreted and with tiny shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU's kernels: Triton's where they can be imported, one line that says so where not, and a whole model on them."""
+"""Choosing a GPU's kernels: Triton's if they can be imported, else one line that says so; and a whole model on them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.slow
-# layers by Triton as well where rows must not depend on each other, and those alone are taken for experts' on a CPU
+# With batch_invariant, Triton also computes linear layers; on a CPU, experts can only use these.
 @pytest.mark.parametrize(
     ("family", "batch_invariant"),
     [
@@ -138,7 +138,8 @@ def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_model_on_the_kernels_for_rows(
     family: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, interpreted, beside the portable attention; in chunks, so that rows have company of all kinds."""
+    """Interpreted on a CPU, with the portable attention; prompts run in chunks, so that rows are in batches of all
+    kinds."""
     rng = random.Random(3)
     vocab_size = make_checkpoint(tmp_path, family, std=0.1)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 12)]

@@ -1,4 +1,4 @@
-"""Kernels are compiled in threads and not launched."""
+"""Kernels are compiled in threads without being launched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_kernels_are_compiled_and_not_launched() -> None:
 
 @pytest.fixture
 def filled_with_nan() -> Iterator[None]:
-    """What torch does not fill holds NaN, or the largest integer."""
+    """Fill memory that torch leaves uninitialised with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

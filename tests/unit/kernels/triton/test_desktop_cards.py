@@ -1,4 +1,4 @@
-"""The largest tiles of products and of sampling fit cards for desktops, where a program has 99 KB of shared memory.
+"""The largest tiles of products and of sampling fit desktop cards, on which a program has 99 KB of shared memory.
 Attention has its own test, as its tiles depend on the card."""
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from serve_llm.kernels.triton.norm import layer_norm, rms_norm
 from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
 from serve_llm.kernels.triton.sampling import adjust, apply_masks, log_softmax_gather, sample
 
-FLOAT8_CAPABILITY = 89  # the first whose compiler knows float8_e4m3fn
+FLOAT8_CAPABILITY = 89  # the first with float8_e4m3fn in the compiler
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -118,7 +118,7 @@ BASE = (
 
 
 def list_kernels() -> set[str]:
-    """The names of all kernels that the package launches, `name[grid](...)`."""
+    """Return the names of all kernels that the package launches, `name[grid](...)`."""
     found = set()
     for path in Path(package.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -141,7 +141,7 @@ def test_no_kernel_is_left_out() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_every_kernel_is_compiled(capability: int) -> None:
-    """`compile_for` raises what the compiler says."""
+    """`compile_for` raises the compiler's errors."""
     calls = [*BASE, launch_float8] if capability >= FLOAT8_CAPABILITY else BASE
     for kernel in compile_for(record_all(calls), capability):
         assert kernel.registers > 0 and kernel.shared_bytes <= SHARED_BYTES, kernel

@@ -1,4 +1,4 @@
-"""The batch-invariant linear layer: equal to the definition, and its rows to themselves among others."""
+"""The batch-invariant linear layer: equal to the definition, and rows do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_for_each_head(dtype: torch.dtype) -> None:
-    """From a part of wider rows, as latent attention has them; a row does not depend on the others."""
+    """The inputs are part of wider rows, as in latent attention; a row does not depend on the others."""
     wide, weight = random(70, 3, 50, dtype=dtype, seed=1), random(3, 20, 37, dtype=dtype, seed=2)
     x = wide[:, :, 5:42]
     layer = linear.pack_heads(weight)

@@ -40,7 +40,8 @@ def assert_right(weight: GroupedWeight, rows: int, dtype: torch.dtype, bias: boo
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_equals_the_definition(form: str, dtype: torch.dtype) -> None:
-    """Few rows, whose sums are split, and more rows than a tile has; groups of all inputs, wide and narrow ones."""
+    """Few rows, whose sums are split, and more rows than a tile has; one group for all inputs, wide groups and narrow
+    ones."""
     for rows, outputs, inputs, group_size in ((3, 40, 1100, 32), (1, 7, 60, 60), (150, 70, 200, 128), (2, 5, 80, 16)):
         assert_right(make_weight(form, outputs, inputs, group_size), rows, dtype, bias=rows == 3)
 
@@ -70,7 +71,7 @@ def test_an_order_of_inputs_and_narrow_scales() -> None:
 
 
 def test_every_float8_number_and_nan() -> None:
-    """Each number alone in its group, so that NaN stays where it is."""
+    """Each number is alone in its group, so that NaN does not spread."""
     codes = torch.arange(256, dtype=torch.uint8).view(128, 2)
     weight = GroupedWeight(codes, 8, torch.ones(128, 2), 1, is_float8=True)
     for column in range(2):
@@ -124,7 +125,7 @@ def test_experts(form: str) -> None:
     case = make_case(9, 5, 2, 96, 32, torch.float32, bias=True)
     own = range(1, 4)
     made = {number: (make_weight(form, 64, 96, 32), make_weight(form, 96, 32, 16)) for number in range(5)}
-    for number, (first, last) in made.items():  # otherwise all alike
+    for number, (first, last) in made.items():  # otherwise all are alike
         made[number] = (first.map_rows(partial(torch.roll, shifts=number, dims=0)), last)
 
     def pairs(pack: object) -> list[tuple[linear.Linear, linear.Linear]]:
@@ -147,7 +148,7 @@ def test_experts_with_orders_and_of_several_forms() -> None:
     case = make_case(6, 2, 1, 64, 32, torch.float32)
     orders = [torch.randperm(64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     up = make_weight("int4", 64, 64, 32)
-    wide = replace(up, scales=up.scales.half().float())  # scales of experts differ in their type
+    wide = replace(up, scales=up.scales.half().float())  # experts' scales have another dtype
     firsts = [replace(wide, order=orders[0]), replace(up, order=orders[1])]
     last = pack_grouped(make_weight("int8", 64, 32, 32), None, torch.float32)
     asked = case.x, case.weights, case.experts
@@ -167,7 +168,8 @@ def test_experts_with_orders_and_of_several_forms() -> None:
     "capability", [80, 90, *(pytest.param(number, marks=pytest.mark.long) for number in (89, 100, 120))]
 )
 def test_is_compiled_for_every_gpu(capability: int) -> None:
-    """The forms of published checkpoints, for one row, few rows and prompts; and experts of gpt-oss and DeepSeek."""
+    """The formats of published checkpoints, for one row, few rows and prompts; and the experts of gpt-oss and
+    DeepSeek."""
     forms = (("int4 zeros", 128), ("int4 minimums", 32), ("table", 32), ("mxfp4", 32), ("nvfp4", 16), ("fp8", 128))
     layers = [pack_grouped(make_weight(form, 256, 1024, size), None, torch.bfloat16) for form, size in forms]
 

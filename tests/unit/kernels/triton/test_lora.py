@@ -1,4 +1,4 @@
-"""LoRA adapters in slots: the products in float64, rows that do not depend on others, code for GPUs."""
+"""LoRA adapters in slots: products against float64, rows that do not depend on others, compiled code for GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def make_weights(
     inputs: int, rank: int, dtype: torch.dtype, seed: int, dora: bool = False
 ) -> tuple[Tensor, list[ExpansionWeight]]:
-    """An adapter of the first two parts, which share the first product, and of the last."""
+    """Return an adapter of the first two parts, which share the first product, and of the last."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> Tensor:
@@ -76,7 +76,8 @@ def test_products(inputs: int, split: int, dtype: torch.dtype, monkeypatch: pyte
 
 
 def test_a_slot_holds_its_last_adapter_and_nothing_of_earlier_ones() -> None:
-    """Which had a higher rank, all parts and DoRA; and numbers that are not finite, in columns no longer used."""
+    """The earlier adapter had a higher rank, all parts and DoRA; and numbers that are not finite, in columns no longer
+    used."""
     x, y = torch.randn(3, 30), torch.zeros(3, sum(PARTS))
     slots = torch.zeros(3, dtype=torch.int64)
     held = make_slots(30, torch.float32, 1)
@@ -93,7 +94,7 @@ def test_a_slot_holds_its_last_adapter_and_nothing_of_earlier_ones() -> None:
 
 
 def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor on their place, nor on how many rows a call has."""
+    """Nor on their place, nor on the number of rows in a call."""
     dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((18, 83), generator=generator).to(dtype)

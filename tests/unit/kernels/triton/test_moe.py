@@ -1,4 +1,5 @@
-"""All experts in one launch, in the interpreter against the reference; compiled, they fit an H200 and use its units."""
+"""All experts in one launch, in the interpreter against the reference; compiled, they fit an H200 and use its tensor
+cores."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from serve_llm.kernels.triton.moe import pack_experts
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Functional:
-    """As on a GPU."""
+    """Pack as on a GPU."""
     return linear.Functional(weight, bias)
 
 
@@ -31,7 +32,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Functional:
     [
         (1, 5, 2, range(5)),
         (9, 5, 5, range(5)),
-        (40, 3, 2, range(3)),  # 27 rows of each on average, in blocks of 32
+        (40, 3, 2, range(3)),  # 27 rows per expert on average, in blocks of 32
         (90, 2, 1, range(2)),
         (9, 7, 3, range(2, 5)),
         (9, 7, 3, range(6, 7)),
@@ -60,7 +61,7 @@ def test_one_expert_takes_all() -> None:
 
 
 def pack_integers(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Linear:
-    """In 4 bits, as on a GPU."""
+    """Pack in 4 bits, as on a GPU."""
     return pack_grouped(int4.quantise(weight, 8), bias, weight.dtype)
 
 
@@ -94,7 +95,8 @@ def test_layers_in_8_bits_are_computed_one_by_one() -> None:
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    """Mixtral's and Qwen3-30B-A3B's sizes, and a part of the latter that no power of two divides."""
+    """Uses the sizes of Mixtral and Qwen3-30B-A3B, and a part of the latter that is not divisible by any power of
+    two."""
 
     def launch(tokens: int, experts: int, chosen: int, width: int, inner: int, dtype: torch.dtype) -> None:
         def weight(*shape: int) -> torch.Tensor:

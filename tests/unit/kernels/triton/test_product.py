@@ -1,4 +1,5 @@
-"""The harness itself, with the smallest kernel: right in the interpreter, tensor cores and resources when compiled."""
+"""The test harness itself, with the smallest kernel: correct in the interpreter, tensor cores and resources when
+compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Triton's kernels for rows, interpreted: equal to the plain torch operations, and a row's bits depend on that row
-alone. Compiled: they fit, and memory is read in the largest pieces."""
+"""Triton's row kernels, interpreted: equal to the plain torch operations, and a row's bits depend only on that row.
+Compiled: they fit, and read memory in the largest pieces."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
-    """To the bit in types of 16 bits, but where a sum in another order tips a rounding."""
+    """Check to the bit in 16-bit types, except where a sum in another order changes a rounding."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=ROUNDING[ours.dtype], atol=2e-6, equal_nan=True)
     assert ours.dtype == torch.float32 or (ours != theirs).sum() <= 1 + 0.005 * ours.numel()
 
 
 def assert_rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Any rows of x have the bits that all of x gives."""
+    """Check that any rows of x have the bits that computing all of x gives."""
     whole = function(x)
     for first, last in ((0, 1), (3, 5), (5, len(x))):
         assert torch.equal(function(x[first:last]), whole[first:last])
@@ -84,7 +84,7 @@ class TestNorm:
         weight = None if affine == "none" else random(width, dtype=dtype, seed=1) + 1
         bias = random(width, dtype=dtype, seed=2) if affine == "both" else None
         x = random(ROWS, width, dtype=dtype) * 3 + 5
-        # of a difference of numbers: what is lost is a share of the terms, not of what is left
+        # differences of numbers: the error is relative to the terms, not to the result
         ours, exact = layer_norm(x, weight, bias, 1e-5), norm_definition.layer_norm(x, weight, bias, 1e-5)
         torch.testing.assert_close(ours, exact, rtol=ROUNDING[dtype], atol=4 * ROUNDING[dtype])
         assert dtype == torch.float32 or (ours != exact).float().mean() < 0.01
@@ -105,7 +105,7 @@ class TestActivation:
     def test_equals_torch(self, width: int, name: str, dtype: torch.dtype) -> None:
         x = random(ROWS, 2 * width, dtype=dtype) * 4
         ours = ACTIVATIONS[name](x)
-        if name == "silu_and_mul":  # rounded between silu and the product, which the definition is not
+        if name == "silu_and_mul":  # rounded between silu and the product, unlike the definition
             assert_equal(ours, activation.silu_and_mul(x))
         else:
             exact = getattr(activation_definition, name)(x)
@@ -138,14 +138,14 @@ def test_rope_and_cache(
 ) -> None:
     block_size = 8
     whole = random(ROWS, (heads + 2 * kv_heads) * head_dim + 5, dtype=dtype)
-    qkv = whole[:, 2:-3]  # rows lie apart
+    qkv = whole[:, 2:-3]  # rows are not adjacent
     kind = torch.float32 if with_norms == "wide" else dtype
     weights = HeadNorms(random(head_dim, dtype=kind), random(head_dim, dtype=kind, seed=3), 1e-6)
     angle = random(ROWS, head_dim // 2, seed=2) * 3
     slots = torch.randperm(10 * block_size, generator=torch.Generator().manual_seed(0))[:ROWS]
 
     def run(version: Callable[..., Tensor], rows: list[int]) -> tuple[Tensor, Tensor]:
-        """The cache is a view of one that has all layers."""
+        """Run the kernel. The cache is a view of one with all layers."""
         cache = torch.zeros((10, 3, 2, kv_heads, block_size, head_dim), dtype=dtype)
         angles = (angle[rows].cos(), angle[rows].sin()) if with_angles else None
         query = version(qkv[rows], heads, weights if with_norms else None, angles, cache[:, 1], slots[rows])
@@ -197,7 +197,7 @@ def test_rope_and_latent(heads: int, rank: int, rope_dim: int, with_angles: bool
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_fp8(dtype: torch.dtype) -> None:
-    """Numbers are rounded as by the definition, and too large ones become the largest."""
+    """Numbers are rounded as in the definition, and too large ones become the largest."""
     qkv = (random(ROWS, 6 * 24) * torch.logspace(-5, 3, ROWS)[:, None]).to(dtype)
     qkv[0, 50], qkv[1, 51] = torch.nan, torch.inf
     query, latent, norm = random(ROWS, 3, 16, dtype=dtype), random(ROWS, 56, dtype=dtype), random(40, dtype=dtype)
@@ -313,7 +313,7 @@ def test_writing_a_cache_in_fp8_is_compiled() -> None:
 
 @pytest.mark.slow
 def test_compiled_for_a_gpu() -> None:
-    """The widths of Llama 3 from 8B to 405B, heads of Qwen2.5 0.5B and of DeepSeek-V3."""
+    """Uses the widths of Llama 3 from 8B to 405B, and the heads of Qwen2.5 0.5B and DeepSeek-V3."""
     rows, weight, wide = empty(3, 4096), empty(4096), torch.empty((3, 16384), device="meta")
     calls: list[Callable[[], object]] = [
         lambda: add_rms_norm(rows, rows, weight, 1e-6),

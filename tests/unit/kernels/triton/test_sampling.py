@@ -51,7 +51,7 @@ def draws_of(*draws: Draw) -> torch.Tensor:
 
 
 def is_close_call(logits: torch.Tensor, draw: torch.Tensor) -> bool:
-    """Whether the definition itself changes its answer when noise, top_p or min_p moves by a millionth."""
+    """Return whether the definition itself changes its answer when noise, top_p or min_p changes by a millionth."""
     found = set()
     for field in (2, 3, 4):
         for step in (-1e-6, 1e-6):
@@ -82,7 +82,7 @@ def test_equal_logits_stay_or_go_together(distinct: int) -> None:
 
 
 def test_more_values_above_the_bound_than_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "MAX_CANDIDATES", 64)  # the rows themselves are searched then
+    monkeypatch.setattr(thresholds, "MAX_CANDIDATES", 64)  # then the rows themselves are searched
     logits = random_logits(4, 4500, 3, scale=0.5)
     assert_same_draws(
         logits,

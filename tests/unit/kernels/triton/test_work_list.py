@@ -23,7 +23,7 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 16
 def make_items(
     counts: Sequence[int], contexts: Sequence[int], single_query: bool, window: int = 0, batch_invariant: bool = False
 ) -> tuple[list[list[int]], SplitPlan, int]:
-    """The used items, what they were made with, and the number of items that share all keys equally."""
+    """Return the used items, their inputs, and the number of items that share all keys equally."""
     starts = [0, *accumulate(counts)]
     query = torch.empty((starts[-1], HEADS, HEAD_DIM), dtype=torch.bfloat16)
     cache = torch.empty((1, 2, KV_HEADS, 16, HEAD_DIM), dtype=torch.bfloat16)
@@ -43,7 +43,7 @@ def make_items(
 def check_coverage(
     items: list[list[int]], plan: SplitPlan, counts: Sequence[int], contexts: Sequence[int]
 ) -> dict[tuple[int, int], list[int]]:
-    """Each tile's keys are covered once, in order. Returns the keys of each tile's items."""
+    """Check that each tile's keys are covered once, in order. Returns the keys of each tile's items."""
     starts = [0, *accumulate(counts)]
     keys: dict[tuple[int, int], list[int]] = {}
     ends: dict[tuple[int, int], int] = {}
