@@ -1,4 +1,4 @@
-"""The checks of `support.agent_events`: a stream in which an event is missing, twice or in another place is refused."""
+"""The checks of `support.agent_events` reject a stream in which an event is missing, repeated or out of place."""
 
 from __future__ import annotations
 

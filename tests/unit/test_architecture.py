@@ -19,7 +19,7 @@ NAMES = sorted(
 
 
 def defined(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
-    """Names that a module or class body binds, each with its own body."""
+    """Return the names that a module or class body binds, each with its own body."""
     found: dict[str, list[ast.stmt]] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

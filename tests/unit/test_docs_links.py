@@ -1,4 +1,4 @@
-"""Every link between pages of the repository leads somewhere, anchors included."""
+"""Every link between pages of the repository has a target, anchors included."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """Those that GitHub and mkdocs make of headings."""
+    """Return the anchors that GitHub and mkdocs make of headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]

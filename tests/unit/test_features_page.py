@@ -1,4 +1,4 @@
-"""docs/features.md: every pair of features has a test that uses both, or a refusal."""
+"""docs/features.md: every pair of features has a test that uses both, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines that other tests use: each fault does what it says, and nothing is left behind."""
+"""The simulated machines of other tests: each fault has its effect, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.namespaces import Machines, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-# Answers each request of four bytes, a number n, with n bytes.
+# Replies to each request, a number n in four bytes, with n bytes.
 SERVER = """
 import socket, threading
 listener = socket.create_server(("", 7000))
@@ -35,7 +35,7 @@ for size in map(int, sys.argv[2:]):
 
 
 def ask(machines: Machines, source: int, target: int, *sizes: int) -> str:
-    """What the client printed, and the name of the exception that ended it."""
+    """Run the client. Returns its output, and the name of the exception that ended it."""
     run = machines[source].run(
         sys.executable, "-I", "-c", CLIENT, machines[target].address, *map(str, sizes), seconds=20
     )

@@ -33,7 +33,7 @@ def list_tracked() -> list[str]:
 
 
 def build(hook: str, source: Path, target: Path) -> Path:
-    """What pip and `python -m build` do, with this environment's setuptools, as if there were no compiler."""
+    """Build as pip and `python -m build` do, with this environment's setuptools, as if there were no compiler."""
     environ = os.environ | {"CC": "false", "CXX": "false", "CPU_KERNELS": "native", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", BUILD, hook, str(target)]
     done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True, timeout=120)
@@ -63,7 +63,7 @@ def test_the_archive_and_its_wheel_are_complete(tmp_path: Path) -> None:
 
 
 def test_the_command_that_tries_a_wheel(tmp_path: Path) -> None:
-    """`make wheels` runs it on each wheel. Here it runs on this environment's kernels, and then on none."""
+    """`make wheels` runs it on each wheel. This test runs it with this environment's kernels, and then without any."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
     program, *arguments = shlex.split(settings["test-command"])
     assert program == "python"

@@ -1,4 +1,5 @@
-"""Rules for the repository as a whole: names, comments, packaging, and what a process imports when it starts."""
+"""Rules for the repository as a whole: names, comments, packaging, and which modules a process imports when it
+starts."""
 
 import ast
 import graphlib
@@ -21,7 +22,7 @@ PRODUCT = [path for package in PACKAGES for path in sorted((ROOT / package).rglo
 
 
 def test_no_class_name_is_defined_twice() -> None:
-    """Private names count too: `_Packed` beside `Packed` is as confusing as two of them."""
+    """Private names count too: `_Packed` and `Packed` are as confusing as two classes of one name."""
     places = defaultdict(list)
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -32,7 +33,7 @@ def test_no_class_name_is_defined_twice() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Imports for types, and those inside functions, count too."""
+    """Imports for types and inside functions count too."""
     modules = {}
     for path in PRODUCT:
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -89,7 +90,7 @@ def test_make_serve_installs_nothing_for_tests() -> None:
 
 
 class FakeEnvironment:
-    """The folder that `make serve` installs into, with programs that only write down what they are asked for."""
+    """The folder that `make serve` installs into, with programs that only record their arguments."""
 
     def __init__(self, folder: Path, failing_word: str = "none") -> None:
         self.folder = folder
@@ -105,7 +106,7 @@ class FakeEnvironment:
         program.chmod(0o755)
 
     def serve(self) -> tuple[int, list[str]]:
-        """The exit code and the calls, sorted."""
+        """Run `make serve`. Returns the exit code and the calls, sorted."""
         command = ["make", "serve", f"VENV={self.folder}", "PYTHON=true", "ARGS=--version"]
         environ = {name: value for name, value in os.environ.items() if name not in ("CPU_KERNELS", "MAKEFLAGS")}
         done = subprocess.run(command, capture_output=True, cwd=ROOT, env=environ, timeout=60)
@@ -155,7 +156,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 def test_our_kernels_folder_is_not_importable_as_kernels() -> None:
-    """Hugging Face has a package of that name, and transformers looks whether it is there."""
+    """Hugging Face has a package of that name, and transformers checks whether it exists."""
     spec = importlib.util.find_spec("kernels")
     found = [] if spec is None else [*(spec.submodule_search_locations or []), spec.origin or ""]
     assert not any(Path(place).is_relative_to(ROOT / "kernels") for place in found), "run with PYTHONSAFEPATH=1"
@@ -169,7 +170,7 @@ def test_our_kernels_folder_is_not_importable_as_kernels() -> None:
             "server.engines.client engine.config engine.model.spec engine.model.registry",
             "torch transformers",
         ),
-        ("common.options.sources", "torch transformers numpy huggingface_hub zmq yaml"),  # what --help waits for
+        ("common.options.sources", "torch transformers numpy huggingface_hub zmq yaml"),  # --help waits for these
     ],
 )
 def test_modules_load_without(modules: str, unwanted: str) -> None:
@@ -178,7 +179,7 @@ def test_modules_load_without(modules: str, unwanted: str) -> None:
 
 
 def test_server_loads_without_torch() -> None:
-    """Third parties included, which import-linter does not look into."""
+    """Checks third-party packages too, which import-linter does not inspect."""
     loaded = loaded_by("import serve_llm.server.app, serve_llm.server.daemon, serve_llm.cli.main")
     assert loaded.isdisjoint({"torch", "transformers"}) and "fastapi" in loaded
 
@@ -189,7 +190,7 @@ def test_public_face_loads_without_torch() -> None:
 
 
 def loaded_by(statements: str) -> set[str]:
-    """Names of the top-level modules in a fresh interpreter after the statements."""
+    """Return the names of the top-level modules that a fresh interpreter has loaded after the statements."""
     code = f"{statements}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""What the product's code must never do: run what it was sent, or what a checkpoint holds."""
+"""What the product must never do: run code that it was sent, or that a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("serve_llm", "cli", "common", "server", "engine", "kernels", "examples", "deploy", "tools")
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-# What unpickles or runs what it is given. multiprocessing and its pools pickle between processes.
+# Functions that unpickle or run their input. multiprocessing and its pools pickle between processes.
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "xmlrpc"}
 SUBMODULES = {
     "multiprocessing.connection",
@@ -24,7 +24,7 @@ CALLS = {
     *("jinja2.Template", "jinja2.Environment"),  # outside its sandbox
     *("ProcessPoolExecutor", "multiprocessing.Process", "multiprocessing.Pool", "multiprocessing.Queue"),
 }
-# The one call that reads pickles, in a process that can do nothing else: decision 0030.
+# The only call that reads pickles, in a process that can do nothing else: decision 0030.
 ALLOWED = {
     "cli/convert/worker.py": "torch.load(path, map_location='cpu', weights_only=True, mmap=is_archive)",
 }
@@ -32,11 +32,11 @@ WORDS = ("shell", "trust_remote_code", "allow_pickle", "recv_pyobj", "send_pyobj
 
 
 def problems(source: str, allowed: str = "") -> list[str]:
-    """What in a module's source is forbidden, with its line. allowed: one call that is not."""
+    """Return the forbidden calls in a module's source, with their lines. allowed: one call that is permitted."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if allowed and isinstance(node, ast.Call) and ast.unparse(node) == allowed:
-            allowed = ""  # once
+            allowed = ""  # permitted only once
             continue
         found += [f"line {getattr(node, 'lineno', 0)}: {what}" for what in _imported(node) + _used(node)]
     return found
@@ -58,7 +58,7 @@ def _within(name: str, modules: set[str]) -> bool:
 
 
 def _used(node: ast.AST) -> list[str]:
-    """Calls and words; what is said to be off is no use."""
+    """Return the call and the words used by a node, except for words that are set to False."""
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     word = node.attr if isinstance(node, ast.Attribute) else ""
     if isinstance(node, ast.keyword) and node.arg and ast.unparse(node.value) != "False":

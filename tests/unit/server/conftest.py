@@ -29,7 +29,7 @@ def model() -> ServedModel:
 
 @pytest.fixture
 def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
-    """serve(text=..., engine options..., options={...}): the app on engines that generate this text."""
+    """Serve the app: serve(text=..., engine options..., options={...}) uses engines that generate this text."""
 
     pools: list[PromptPool] = []
     storages: list[Storage] = []
@@ -56,7 +56,7 @@ def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
         )
         pools.append(pool)
         storages.append(storage)
-        if served_model is not model:  # whose dialect a worker process would not know
+        if served_model is not model:  # a worker process would not know its dialect
             context = pool._context._replace(is_worker=True)
             pool._context = context._replace(grammars=build_grammar_compiler(context))
         return Served(app, admission, scripted, served_model, storage, batches)
@@ -70,7 +70,7 @@ def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def serve_batches(serve: Callable[..., Served], tmp_path: Path) -> Callable[..., Served]:
-    """The same with files and batches, which are stored. limit: texts of --limit."""
+    """Serve the app with stored files and batches. limit: texts of --limit."""
 
     def make(*limit: str, **more: Any) -> Served:
         options = {"batches_dir": str(tmp_path / "batches"), "limit": limit or None, **more.pop("options", {})}
@@ -81,7 +81,7 @@ def serve_batches(serve: Callable[..., Served], tmp_path: Path) -> Callable[...,
 
 @pytest.fixture
 def serve_stored(serve: Callable[..., Served], model: ServedModel) -> Callable[..., Served]:
-    """The same with stored responses, on a model with tools. limit: texts of --limit."""
+    """Serve the app with stored responses, on a model with tools. limit: texts of --limit."""
 
     def make(text: str = "Hello.", *, limit: tuple[str, ...] = (), store: object = "memory", **more: Any) -> Served:
         options = {"responses_store": str(store), "limit": limit or None, **more.pop("options", {})}

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: who may load them, what they are called, and what requests with them become."""
+"""Adapters over HTTP: who may load them, their names, and what becomes of requests that use them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(server: Served, name: str, directory: str, **fields: object) -> Reply:
 
 
 def ask(server: Served, name: str) -> list[Reply]:
-    """The replies of all routes that generate text."""
+    """Return the replies of all routes that generate text."""
     messages = [{"role": "user", "content": "hi"}]
     return [
         server.post("/v1/completions", {"model": name, "prompt": "x", "max_tokens": 1}, OTHER),
@@ -113,7 +113,7 @@ def test_vectors_with_an_adapter(serve: Callable[..., Served], tmp_path: Path) -
 
 
 def test_large_bodies_find_adapters_too(server: Served, tmp_path: Path) -> None:
-    """A worker process parses them."""
+    """A worker process parses large bodies."""
     load(server, "sql", write_adapter(tmp_path / "a"))
     body = {"prompt": "x" * 9000, "truncate_prompt_tokens": 5, "max_tokens": 1}
     assert server.post("/v1/completions", body | {"model": "sql"}, OTHER).status == 200
@@ -165,7 +165,7 @@ def test_a_bad_adapter_leaves_everything_as_it_was(server: Served, tmp_path: Pat
 def test_an_expression_that_takes_any_time_is_refused(server: Served, tmp_path: Path) -> None:
     directory = write_adapter(tmp_path / "slow")
     config = json.loads((tmp_path / "slow" / "adapter_config.json").read_text())
-    slow = r"((\w|\.)+)+x"  # 2 ** characters of the name
+    slow = r"((\w|\.)+)+x"  # takes 2 ** (characters of the name) steps
     (tmp_path / "slow" / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {slow: 3}}))
     reply = load(server, "slow", directory)
     assert reply.status == 400
@@ -173,7 +173,7 @@ def test_an_expression_that_takes_any_time_is_refused(server: Served, tmp_path: 
 
 
 def test_copies_of_the_base_are_compared(serve: Callable[..., Served], tmp_path: Path) -> None:
-    """An adapter of the LM head has the base model's weight beside it."""
+    """An adapter of the LM head comes with a copy of the base model's weight."""
     checkpoint = tmp_path / "base"
     checkpoint.mkdir()
     weight = torch.randn(12, 8)

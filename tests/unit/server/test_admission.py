@@ -106,7 +106,7 @@ def test_retry_after_follows_the_measured_throughput() -> None:
     desk.admission._jitter = lambda: 0.5
     with pytest.raises(Unavailable) as caught:
         desk.admit(872)
-    # older measurements decay a little, alike in both sums
+    # older measurements decay a little, equally in both sums
     assert caught.value.retry_after == pytest.approx(1.5 * 11 * 1000 / rate, abs=1)
 
 
@@ -128,7 +128,7 @@ def test_an_engine_outage_does_not_lower_the_throughput() -> None:
     replicas.drop_lost({0: []}, EngineDead("it died"))
     replicas.num_restarts, replicas.first_cause = 1, "it died"
     desk.now += 60
-    desk.admission.release(waiting)  # the queue changes in the middle of the outage
+    desk.admission.release(waiting)  # the queue changes during the outage
     desk.now += 60
     replicas.join({0: ScriptedEngine(lambda request: [1])})
     desk.admission.release(begun, 40)
@@ -149,7 +149,7 @@ def test_the_newest_request_of_the_heaviest_key_is_evicted() -> None:
     assert held[4].num_waiting == 0, "the newest that has no token yet"
     desk.admit(10, tenant=2)
     assert len(desk.ended) == 2
-    for tenant in (1, 2):  # both have the same waiting work now
+    for tenant in (1, 2):  # now both have the same amount of waiting work
         with pytest.raises(Unavailable):
             desk.admit(10, tenant=tenant)
     assert len(desk.ended) == 2
@@ -157,7 +157,7 @@ def test_the_newest_request_of_the_heaviest_key_is_evicted() -> None:
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     desk = Desk(max_requests=100, max_tokens=10**6)
-    desk.admit(seconds=0.001)  # admitted: nothing is known yet
+    desk.admit(seconds=0.001)  # admitted, as the speed is unknown yet
     rate = desk.measure(20, 72, 10.0)
     for _ in range(20):
         desk.admit(872)
@@ -193,7 +193,7 @@ def test_requests_cut_short_do_not_shorten_the_usual_length() -> None:
         pace.count(40, 4.0, is_whole=True)
         pace.count(10, 1.0, is_whole=False)
     assert pace.seconds_for(100) == pytest.approx(4.0)
-    for _ in range(200):  # all end at their deadline now, and slower
+    for _ in range(200):  # all end at their deadline, and generate more slowly
         pace.count(10, 2.0, is_whole=False)
     assert pace.seconds_for(100) == pytest.approx(8.0, rel=0.01)
 

@@ -1,6 +1,6 @@
-"""Sessions as Codex CLI and Claude Code hold them, and the cases of Open Responses' compliance suite but for images.
+"""Sessions as Codex CLI and Claude Code hold them, and the cases of Open Responses' compliance suite except for images.
 
-The bodies have the fields that these clients send, as they were recorded, with shorter texts.
+The bodies have the recorded fields of these clients, with shorter texts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CACHED: Json = {"cache_control": {"type": "ephemeral"}}
 
 @pytest.fixture
 def serve_turns(serve: Serve, model: ServedModel) -> Callable[..., Served]:
-    """An engine that writes one text after another."""
+    """Serve an engine that writes one text after another."""
 
     def make(*texts: str) -> Served:
         waiting = [model.tokenizer.encode(text + "<|end|>", add_special_tokens=False) for text in texts]
@@ -170,7 +170,7 @@ def test_claude_code(serve_turns: Callable[..., Served]) -> None:
     assert counted.status == 200 and counted.json()["input_tokens"] > 0
 
 
-# The cases of Open Responses' suite.
+# The cases of Open Responses' compliance suite.
 
 WEATHER: Json = {
     "type": "function",

@@ -1,4 +1,4 @@
-"""The first events of a response in the background, and references to stored items."""
+"""The first events of background responses, and references to stored items."""
 
 from __future__ import annotations
 

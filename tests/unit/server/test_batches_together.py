@@ -34,7 +34,7 @@ TWO_LINES = build_input(build_line("first"), build_line("second"))
 
 
 async def begin(served: Served) -> Json:
-    """A batch that runs until `finish`."""
+    """Start a batch that runs until `finish`."""
     batch = await create(served, build_input(*(build_line(number) for number in range(4))))
     while len(served.engine.open) < 2:
         await served.engine.changed.wait()
@@ -126,7 +126,7 @@ def test_the_next_server_ends_a_cancelled_batch_before_its_turn(serve_batches: S
 
 
 class FullDisk:
-    """While `is_full`, nothing can be written. kind: what the disk holds, results or states of batches."""
+    """Nothing can be written while `is_full`. kind: what the disk holds, results or states of batches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         self.is_full = True
@@ -177,7 +177,7 @@ def test_a_batch_goes_on_when_the_disk_has_room_again(
         if status == "cancelled":
             assert (await ask(served, "POST", path + "/cancel", {})).json()["status"] == "cancelling"
         seen = disk.num_failures
-        while disk.num_failures < seen + 3:  # the attempt that began before the end may answer two requests
+        while disk.num_failures < seen + 3:  # an attempt that began before the end may answer two requests
             await asyncio.sleep(0)
         disk.is_full = False
         batch = await wait_for(served, created["id"], status)

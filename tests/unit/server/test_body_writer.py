@@ -1,4 +1,4 @@
-"""Streams whose usual events go past the middleware: the same bytes, also when the client reads slowly or leaves."""
+"""Streams whose usual events bypass the middleware: the same bytes, also if the client reads slowly or disconnects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Serve = Callable[..., Served]
 
 
 class FakeWriter:
-    """Puts what is written among the messages that were sent. is_ready: whether the client reads."""
+    """Adds written data to the sent messages. is_ready: whether the client reads."""
 
     def __init__(self) -> None:
         self.is_ready = True
@@ -49,7 +49,7 @@ async def step_until_ended(served: Served, writer: FakeWriter, readiness: Callab
         writer.is_ready = readiness(number)
         served.engine.step()
         number += 1
-        for _ in range(10):  # turns of the loop in which what is new is sent
+        for _ in range(10):  # turns of the loop in which new events are sent
             await asyncio.sleep(0)
 
 
@@ -78,7 +78,7 @@ def test_the_events_are_those_that_are_sent_otherwise(serve: Serve, body: dict[s
 
 
 async def begin(served: Served, writer: FakeWriter) -> Call:
-    """A stream with three events so far."""
+    """Start a stream with three events so far."""
     call = post(served, writer, max_tokens=50)
     while not served.engine.submitted:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Bodies and events with long lists of log-probabilities: choice by choice what the deltas hold."""
+"""Bodies and events with long lists of logprobs: for each choice, the contents of the deltas."""
 
 from __future__ import annotations
 

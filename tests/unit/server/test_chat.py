@@ -323,7 +323,7 @@ def test_every_way_to_ask_for_reasoning(
 
 
 def test_openais_whole_schema_is_known(served: Served) -> None:
-    """A field of its chat request is served, has no effect, or is refused by name with its code."""
+    """Each field of OpenAI's chat request is served, has no effect, or is refused by name with an error code."""
     neutral = {"modalities": ["text"], "audio": None, "prediction": {"content": "x"}, "functions": [],
                "verbosity": "low", "prompt_cache_retention": "24h", "function_call": "none", "moderation": None,
                "prompt_cache_options": {"mode": "auto"}, "web_search_options": None, "response_format": None,

@@ -24,7 +24,7 @@ def test_thousands_of_choices() -> None:
 
 @pytest.mark.parametrize("texts", [["<|end|>"], ["<|end|>", "<|end|> x"], ["a", "<|user|>b"]])
 def test_choices_that_name_special_tokens_are_spelt_out(texts: list[str]) -> None:
-    """The token itself would not appear in the text."""
+    """The special token itself would not appear in the text."""
     tokenizer = compiler().load_tokenizer()
     matcher = build_matcher(tokenizer, compile_grammar(choice=texts))
     assert matcher.compute_ff_tokens() == []
@@ -32,4 +32,4 @@ def test_choices_that_name_special_tokens_are_spelt_out(texts: list[str]) -> Non
         copy = matcher.deep_copy()
         assert copy.consume_tokens([token_id for char in text for token_id in tokenizer.tokenize_str(char)])
         assert copy.is_accepting()
-    assert not accepts(compile_grammar(choice=texts), texts[-1])  # which is read as the token
+    assert not accepts(compile_grammar(choice=texts), texts[-1])  # which is tokenised as the special token

@@ -1,4 +1,4 @@
-"""POST /v2/embed, Cohere's form of embeddings."""
+"""POST /v2/embed, Cohere's API for embeddings."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Serve = Callable[..., Served]
 
 
 def completion(reply) -> Completion:
-    """The response, checked against the documented schema."""
+    """Send a request. Returns the response, checked against the documented schema."""
     assert reply.status == 200, reply.content
     return Completion.model_validate(reply.json(), strict=False, extra="forbid")
 
@@ -85,7 +85,7 @@ def test_choices_are_numbered_by_prompt_and_n_and_prompts_count_once(serve: Serv
     assert [(choice.index, choice.text) for choice in found.choices] == list(enumerate(first_tokens))
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 4)
-    assert found.usage.prompt_tokens_details.cached_tokens == 2  # each prompt's first choice
+    assert found.usage.prompt_tokens_details.cached_tokens == 2  # the first choice of each prompt
     assert [request.sampling.choice for request in served.engine.submitted] == [0, 1, 0, 1]
     assert {request.sampling.seed for request in served.engine.submitted} == {7}
     streamed = events(served.complete(**body, stream=True))
@@ -359,7 +359,7 @@ def test_errors_say_what_helps(served: Served) -> None:
     def message(**body: object) -> str:
         return served.complete(**body).json()["error"]["message"]
 
-    assert "temperature" in message(tempratur=1)  # the nearest name
+    assert "temperature" in message(tempratur=1)  # the most similar name
     assert "'other'" in message(model="other") and "demo" in message(model="other")
     too_long = served.complete(prompt=[5] * 2100).json()["error"]
     assert "2100" in too_long["message"] and "2048" in too_long["message"]

@@ -1,4 +1,4 @@
-"""Requests with contradictory restrictions, which only the engine detects: an error of the client."""
+"""Requests with contradictory constraints, which only the engine detects: a client error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def send(serve: Serve, model: ServedModel, path: str, *, stream: bool, num_steps: int) -> Reply:
-    """num_steps: steps of the engine before it detects the contradiction."""
+    """Send a request. num_steps: engine steps before the contradiction is detected."""
     served = serve("Hello, you there.<|end|>", served_model=with_tools(model), model_facts=None, automatic=False)
 
     async def run() -> Reply:

@@ -25,7 +25,7 @@ TEXT = 'a "b"\n\\ é 😀\t'
 
 @pytest.fixture
 def serve_text(serve: Serve, model: ServedModel) -> ServeText:
-    """An engine that writes a text and ends it."""
+    """Serve an engine that writes a text and ends it."""
 
     def make(text: str, **more: Any) -> Served:
         return serve(text + "<|end|>", served_model=with_tools(model), model_facts=None, **more)

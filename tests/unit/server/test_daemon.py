@@ -1,4 +1,4 @@
-"""The order of the daemon's start."""
+"""The order of the daemon's startup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serve_llm.server import daemon
 
 
 def test_a_signal_after_the_first_log_line_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is handled from then on, and does not kill the process."""
+    """From then on, the signal is handled and does not kill the process."""
     handlers: dict[str, Any] = {}
 
     class Recorder(logging.Handler):
@@ -36,7 +36,7 @@ def test_a_signal_after_the_first_log_line_stops_the_server(monkeypatch: pytest.
 
 
 def test_collections_skip_what_the_start_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traversing all modules takes longer than many steps, and every stream waits for it."""
+    """Traversing all modules takes longer than many steps, and every stream would wait for it."""
     order: list[str] = []
 
     async def assemble(*given: object) -> object:

@@ -1,4 +1,4 @@
-"""POST /v1/decisions: what the model is asked, and how its log-probabilities become answers."""
+"""POST /v1/decisions: the model's prompts, and how its logprobs become answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(served: Served, *questions: object, **fields: object) -> Reply:
 
 
 def softmax(ids: list[int]) -> list[float]:
-    """Of what the fake engine says of ids: their negative."""
+    """Compute the softmax of the fake engine's values for ids: their negatives."""
     weights = [math.exp(min(ids) - one) for one in ids]
     return [weight / sum(weights) for weight in weights]
 

@@ -18,7 +18,7 @@ PROMPT = 40  # any visible token, so that no leading space is stripped
 
 
 def sentencepiece(strip: bool) -> Tokenizer:
-    """Like Llama 2's: characters, byte fallback, a mark for spaces."""
+    """Return a tokenizer like Llama 2's: characters, byte fallback, a mark for spaces."""
     tokens = ["<unk>", "<s>", *BYTES, *"\u2581abcdefgh\u00e9", "\u2581a", "\u2581ab"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [("\u2581", "a"), ("\u2581a", "b")]
@@ -60,7 +60,7 @@ def test_byte_level_round_trip(model: ServedModel, text: str) -> None:
 
 @given(ids=st.lists(st.integers(0, 4200), max_size=30), skip=st.booleans())
 def test_any_ids_decode_as_the_library_decodes_them(model: ServedModel, ids: list[int], skip: bool) -> None:
-    """Including broken characters, special tokens and ids outside the vocabulary."""
+    """Includes incomplete characters, special tokens and ids outside the vocabulary."""
     assert stream(model.tokenizer, [PROMPT], ids, skip) == model.tokenizer.decode(ids, skip)
 
 
@@ -95,7 +95,7 @@ def test_a_first_space_is_kept_after_a_prompt_and_stripped_without_one() -> None
     tokenizer = sentencepiece(strip=True)
     ids = tokenizer.encode("ab ab", add_special_tokens=False)
     assert stream(tokenizer, ids, ids) == " ab ab"
-    assert stream(tokenizer, [1], ids) == "ab ab"  # <s> has no text
+    assert stream(tokenizer, [1], ids) == "ab ab"  # <s> is not part of the text
     assert stream(tokenizer, [1], ids, skip=False) == " ab ab"
 
 

@@ -1,4 +1,4 @@
-"""Ways of a oneOf that no value can satisfy together."""
+"""Branches of a oneOf that no value can satisfy together."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from serve_llm.server.engines.client import _ray_cluster
 
 
 class FakeRay:
-    """The used part of the ray module. group: id of the current placement group."""
+    """The parts of the ray module that are used. group: id of the current placement group."""
 
     def __init__(self, connected: bool, group: bytes | None = None) -> None:
         self.connected = connected

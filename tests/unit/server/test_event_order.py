@@ -1,4 +1,5 @@
-"""Events of /v1/messages and /v1/responses for clients that read slowly or leave, and usage beside the metrics."""
+"""Events of /v1/messages and /v1/responses if clients read slowly or disconnect, and usage compared with the
+metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ async def settle() -> None:
 
 
 async def begin(served: Served, route: Route) -> Call:
-    """A stream whose request is with the engine."""
+    """Start a stream whose request is with the engine."""
     call = Call(served.app, "POST", route.path, route.body | {"stream": True})
     while not served.engine.open:
         await asyncio.sleep(0)
@@ -78,7 +79,7 @@ def read_sent(call: Call) -> list[Json]:
 
 
 def list_places(events: list[Json]) -> list[tuple[object, ...]]:
-    """What orders events: their types and numbers."""
+    """Return the order of events: their types and numbers."""
     numbers = ("sequence_number", "index", "output_index", "content_index")
     return [(event["type"], *(event.get(name) for name in numbers)) for event in events if event["type"] != "ping"]
 
@@ -116,7 +117,7 @@ def test_a_client_that_leaves_got_the_beginning(serve_text: ServeText, route: Ro
     served = serve_text(automatic=False)
 
     async def stream(num_steps: int) -> list[Json]:
-        """The events of the first steps, after which the client leaves."""
+        """Return the events of the first steps, after which the client disconnects."""
         call = await begin(served, route)
         for _ in range(num_steps):
             if served.engine.open:

@@ -1,4 +1,4 @@
-"""Answers to hosts that want to join, and streams that end before they are connected."""
+"""Responses to hosts that want to join, and streams that end before they are connected."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_clock_of_another_host() -> None:
 
 
 def test_what_comes_late_for_a_request_opens_no_connection(tmp_path: Path) -> None:
-    """A server may answer and close before a body has ended, such as one that is too large."""
+    """A server may answer and close before a body has ended, for example if the body is too large."""
 
     async def scenario() -> int:
         path = f"{tmp_path}/server"
@@ -124,7 +124,7 @@ def test_what_comes_late_for_a_request_opens_no_connection(tmp_path: Path) -> No
 
 
 async def connect_stream() -> tuple[LocalStream, list[StreamData | StreamRead], socket.socket]:
-    """A stream, what it sends to the other host, and the other end of its local connection."""
+    """Return a stream, what it sends to the other host, and the other end of its local connection."""
     sent: list[StreamData | StreamRead] = []
     stream = LocalStream(-1, sent.append)
     own_end, their_end = socket.socketpair()
@@ -186,7 +186,7 @@ def test_a_stream_reports_what_its_connection_takes() -> None:
 
 
 def test_a_forwarded_answer_waits_for_the_client(tmp_path: Path) -> None:
-    """The server's connection sees a reader that does not read, and its usual timeout ends the answer."""
+    """The server's connection has a reader that does not read, and its usual timeout ends the answer."""
 
     async def scenario() -> None:
         paused = asyncio.Event()

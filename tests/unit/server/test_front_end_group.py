@@ -1,5 +1,5 @@
-"""How many front end processes each host has: while they load, after one has ended, through an upgrade, and when a host
-joins and leaves."""
+"""The number of front end processes on each host: while they load, after one has died, through an upgrade, and when a
+host joins and leaves."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_one_is_in_reserve_after_crashes_and_after_an_upgrade() -> None:
 
 
 def test_the_old_spare_is_in_reserve_until_new_code_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that serves may die during an upgrade, and the new code may not load."""
+    """A serving process may die during an upgrade, and the new code may fail to load."""
     monkeypatch.setattr(host_module, "FIRST_PAUSE", 3600.0)
 
     async def scenario() -> None:
@@ -119,12 +119,12 @@ def test_the_old_spare_is_in_reserve_until_new_code_is_loaded(monkeypatch: pytes
             group.upgrade()
             await settle()
             assert count_phases(group) == {("serving", 0): 2, ("spare", 0): 1, ("loading", 1): 1}
-            group.processes[-1][1].kill()  # it does not load
+            group.processes[-1][1].kill()  # it fails to load
             await settle()
             group.processes[0][1].kill()
             await settle()
             assert count_phases(group) == {("serving", 0): 2} and group.counts.num_restarts == 1
-            for _ in range(2):  # once it has been mended
+            for _ in range(2):  # after it has been fixed
                 group.upgrade()
             await settle()
             await load(group)

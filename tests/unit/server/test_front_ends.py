@@ -1,4 +1,5 @@
-"""Front ends without processes: what they answer, what the server sees of them, and what stays when one is gone."""
+"""Front ends without processes: their responses, what the server knows about them, and what is left when one is
+gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars in GBNF, and how they are told from those in Lark."""
+"""Grammars in GBNF, and how they are distinguished from Lark."""
 
 from __future__ import annotations
 

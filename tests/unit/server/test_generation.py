@@ -1,4 +1,4 @@
-"""Disconnects, slow readers and failing engines; step by step, without sockets."""
+"""Disconnects, slow readers and failing engines, step by step and without sockets."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_an_engine_failure_in_a_stream_is_its_last_event(serve: Serve) -> None:
         served.engine.step()
         await settled()
         served.engine.step()
-        served.engine.fail("gone")  # together with the second token, which must not be lost
+        served.engine.fail("gone")  # arrives with the second token, which must not be lost
         reply = await call.reply()
         assert reply.status == 200
         *texts, last = reply.events()
@@ -232,7 +232,7 @@ def test_draining_waits_for_open_requests(serve: Serve) -> None:
 
 
 def test_cancelling_the_response_aborts_the_request(serve: Serve) -> None:
-    """As the HTTP server does with open requests when it must stop at once."""
+    """The HTTP server cancels open requests like this when it must stop at once."""
     served = serve(automatic=False)
 
     async def scenario() -> None:
@@ -250,7 +250,7 @@ def test_cancelling_the_response_aborts_the_request(serve: Serve) -> None:
 
 
 def sample(served: Served, name: str, label: str = "") -> float:
-    """One sample of /metrics."""
+    """Return one sample of /metrics."""
     lines = served.get("/metrics").content.decode().splitlines()
     (line,) = [line for line in lines if line.startswith(f"serve_llm_{name}{{") and label in line]
     return float(line.rpartition(" ")[2])
@@ -274,5 +274,5 @@ def test_usage_and_metrics_agree(serve: Serve) -> None:
     assert sample(served, "e2e_request_latency_seconds_count") == 8
     assert sample(served, "time_to_first_token_seconds_count") == 8
     assert sample(served, "request_queue_time_seconds_count") == 8
-    assert sample(served, "inter_token_latency_seconds_count") == completion - 7  # all but the first of each choice
+    assert sample(served, "inter_token_latency_seconds_count") == completion - 7  # all except the first of each choice
     assert sample(served, "num_requests_running") == sample(served, "kv_cache_usage_perc") == 0

@@ -1,4 +1,4 @@
-"""The HTTP server's end, without the base class's ten looks a second."""
+"""Stopping the HTTP server without the base class's polling ten times a second."""
 
 from __future__ import annotations
 

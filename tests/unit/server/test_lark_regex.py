@@ -1,5 +1,5 @@
-"""Lark grammars as regular expressions: the same texts, of recursive ones those that do not nest too deep, and what
-cannot be translated is said."""
+"""Lark grammars as regular expressions: they match the same texts, for recursive grammars those of limited depth;
+errors name what cannot be translated."""
 
 from __future__ import annotations
 

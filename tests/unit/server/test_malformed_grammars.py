@@ -1,4 +1,4 @@
-"""Custom tools whose grammar is malformed: what says so, and where."""
+"""Custom tools with malformed grammars: which component reports it, and where."""
 
 from __future__ import annotations
 

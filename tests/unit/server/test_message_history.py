@@ -1,4 +1,4 @@
-"""Conversations in Anthropic's form that other servers and failed tools have part in, on a scripted engine."""
+"""Conversations in Anthropic's format that involve other servers and failed tools, on a scripted engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_anthropics_servers_did_is_skipped_by_name(served: Served) -> None:
     metrics = served.get("/metrics").content.decode()
     assert 'ignored_fields_total{model_name="demo",route="/v1/messages"} 3.0' in metrics
     only = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": searched[:1]}]
-    assert ask(served, messages=only).status == 200  # a turn that was paused
+    assert ask(served, messages=only).status == 200  # a paused turn
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_blocks_that_only_anthropics_servers_read_are_skipped(served: Served, ki
 
 
 def test_every_type_of_block_that_the_client_knows(served: Served) -> None:
-    """What is not served is skipped and named, but for images."""
+    """Types that are not served are skipped and named, except for images."""
     members = typing.get_args(BetaContentBlockParam)
     names = [member.__annotations__["type"] for member in members if hasattr(member, "__annotations__")]
     known = {re.findall(r"'([^']+)'", str(name))[0] for name in names} - {"image"}
@@ -124,7 +124,7 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 @pytest.mark.parametrize(
     ("tools", "choice", "is_auto"),
     [
-        ([SEARCH], {"type": "tool", "name": "web_search"}, False),  # Claude Code's request to search
+        ([SEARCH], {"type": "tool", "name": "web_search"}, False),  # Claude Code's search request
         ([SEARCH], {"type": "any"}, False),
         ([SEARCH, CLOCK], {"type": "tool", "name": "web_search"}, True),
     ],

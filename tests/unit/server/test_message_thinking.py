@@ -1,4 +1,5 @@
-"""Thinking in POST /v1/messages: when the model is asked for it, and what the client sees, on a scripted engine."""
+"""Thinking in POST /v1/messages: when it is requested from the model, and what the client gets, on a scripted
+engine."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ NAMES = {
 }
 
 
-VLLM_NAMES = {  # served with its prefix only
+VLLM_NAMES = {  # only served with its prefix
     "gpu_cache_usage_perc": "gauge",
     "time_per_output_token_seconds": "histogram",
     "engine_sleep_state": "gauge",
@@ -187,7 +187,7 @@ def test_an_adapter_that_is_no_longer_loaded_makes_room() -> None:
     count("new")
     assert dict(usage.by_adapter.items())[OTHERS].num_requests == 1
     loaded.discard("adapter-7")
-    count("adapter-7")  # a request that had begun before
+    count("adapter-7")  # a request that had started before
     count("new")
     counted = dict(usage.by_adapter.items())
     assert "adapter-7" not in counted and counted["new"].num_requests == 1 and len(counted) == MAX_LABELS + 1
@@ -270,7 +270,8 @@ def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve
 
 
 def read_samples(served: Served) -> dict[str, float]:
-    """Samples of the first engine and of the server, by name without the prefix and their last label's value."""
+    """Return the samples of the first engine and of the server, by name without the prefix and by their last label's
+    value."""
     found = {}
     for family in text_string_to_metric_families(served.get("/metrics").content.decode()):
         for sample in family.samples:

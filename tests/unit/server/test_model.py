@@ -1,4 +1,5 @@
-"""What the server reads of a checkpoint: tokenizer, named tokens, end ids, defaults; and the conversion of old ones."""
+"""What the server reads from a checkpoint: tokenizer, named tokens, end ids, defaults; and the conversion of old
+ones."""
 
 from __future__ import annotations
 
@@ -135,7 +136,7 @@ def test_a_broken_or_missing_tokenizer_is_one_clear_line(checkpoint: Path, tmp_p
 
 @pytest.mark.slow
 def test_vocabulary_and_merges_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPT-2's: no tokenizer.json, only vocab.json and merges.txt."""
+    """Like GPT-2's files: no tokenizer.json, only vocab.json and merges.txt."""
     source, cache = tmp_path / "model", tmp_path / "cache"
     source.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -230,12 +231,12 @@ def test_any_tokenizer_loads_or_is_the_models_error(checkpoint: Path, section: s
 
 
 def small_tokenizer(directory: Path) -> None:
-    """Quick to load, again and again."""
+    """Return a tokenizer that loads quickly, for repeated loading."""
     Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).save(str(directory / "tokenizer.json"))
 
 
 def test_a_panic_of_the_library_is_the_models_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):  # as pyo3 has it
+    class PanicException(BaseException):  # like pyo3's
         pass
 
     def panic(path: str) -> None:

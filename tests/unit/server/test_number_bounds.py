@@ -16,7 +16,7 @@ from support.grammars import accepts, compile_grammar, compiler
 Schema = dict[str, float]
 
 BOUNDED: list[tuple[Schema, list[str], list[str]]] = [
-    # An exclusive bound at an integer, and another one less than 1 away.
+    # An exclusive bound at an integer, and another one at a distance below 1.
     ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, ["0.1", "0.00001", "0.49"], ["0", "0.0", "-0", "0.5"]),
     ({"exclusiveMinimum": 0, "maximum": 1e-5}, ["0.00001", "0.000001"], ["0", "0.00002"]),
     ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ["1.1", "1.0001"], ["1", "1.0", "1.5"]),
@@ -70,7 +70,7 @@ def test_bounds_in_other_subschemas_that_are_merged() -> None:
 
 
 def test_no_multiple_between_the_bounds() -> None:
-    """It would be noticed only in the middle of a text: llguidance computes with floats."""
+    """Otherwise it would be noticed only in the middle of a text: llguidance computes with floats."""
     empty = {"type": "number", "exclusiveMinimum": 0.3, "exclusiveMaximum": 0.4, "multipleOf": 0.1}
     grammar = compile_grammar(json={"type": "object", "properties": {"a": empty}, "additionalProperties": False})
     assert accepts(grammar, "{}")
@@ -124,7 +124,7 @@ def is_valid(value: Fraction, schema: Schema) -> bool:
 
 
 def list_values(schema: Schema) -> Iterator[Fraction]:
-    """Values near the bounds, with several numbers of decimal places."""
+    """Yield values near the bounds, with several numbers of decimal places."""
     for name, number in schema.items():
         for places in range(6):
             unit = Fraction(1, 10**places)

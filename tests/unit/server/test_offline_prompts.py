@@ -1,4 +1,4 @@
-"""What Python callers may give as prompts, and what errors say."""
+"""Prompts that Python callers may pass, and error messages."""
 
 from __future__ import annotations
 

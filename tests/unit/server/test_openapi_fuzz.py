@@ -1,5 +1,5 @@
-"""Requests that schemathesis makes from our own OpenAPI document, right and wrong: each gets an answer that it
-describes, and what it forbids is refused. Every operation of the document has its turn."""
+"""Valid and invalid requests that schemathesis generates from our own OpenAPI document: each gets a documented
+response, and invalid ones are refused. Every operation of the document is tested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LENIENT = (
     "/v1/messages/count_tokens",
     "/invocations",
 )
-ALIASES = ("/v1/rerank", "/v2/rerank", "/v1/score")  # of strict ones
+ALIASES = ("/v1/rerank", "/v2/rerank", "/v1/score")  # routes with strict bodies
 STORING = ("/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 PROBES = (
     "/health",
@@ -72,7 +72,7 @@ LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"
 
 
 class Server:
-    """The app with all its stores, in one event loop, so that what it does in the background goes on."""
+    """The app with all its stores, in one event loop, so that background work continues between requests."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -91,7 +91,7 @@ class Server:
         return schemathesis.openapi.from_dict(self.document)[path][method]
 
     def ask(self, case: Case) -> tuple[Reply, httpx.Response]:
-        """The answer, and the same for schemathesis."""
+        """Send a request. Returns the response, also in schemathesis' form."""
         prepared = requests.Request(**case.as_transport_kwargs(base_url="http://test")).prepare()
         url = urlsplit(str(prepared.url))
         body = prepared.body or b""
@@ -147,7 +147,7 @@ def read_events(reply: Reply) -> list[dict[str, object]]:
 
 
 def check_events(reply: Reply, document: dict[str, Any], path: str) -> None:
-    """Each event holds what the document says; schemathesis takes its schema for that of the event around the JSON."""
+    """Check that each event matches the document; schemathesis applies the schema to the event around the JSON."""
     (operation,) = (found for found in document["paths"][path].values())
     schema = operation["responses"]["200"]["content"][EVENTS]["schema"]
     validator = jsonschema.Draft202012Validator(schema | {"components": document["components"]})
@@ -175,7 +175,7 @@ def test_every_operation_has_its_turn(server: Server) -> None:
 def check_body(
     server: Server, method: str, path: str, mode: GenerationMode, num_examples: int, strict: bool
 ) -> Counter[int]:
-    """Requests of one operation, with bodies or query parameters. Returns how often each status was answered."""
+    """Send requests of one operation, with bodies or query parameters. Returns how often each status occurred."""
     validated = DESCRIBED + [checks.negative_data_rejection] * strict
     statuses: Counter[int] = Counter()
 
@@ -195,7 +195,7 @@ def check_body(
     return statuses
 
 
-VALID: dict[str, dict[str, object]] = {  # few of the bodies that schemathesis makes are
+VALID: dict[str, dict[str, object]] = {  # few of the bodies that schemathesis generates are valid
     "/v1/embeddings": {"input": "abc"},
     "/rerank": {"query": "abc", "documents": ["def", "abc"]},
     "/pooling": {"input": "abc"},
@@ -282,7 +282,7 @@ def test_probes(server: Server) -> None:
 
 
 def make_objects(server: Server) -> dict[str, str]:
-    """A file, a batch that has ended, a response and a model: their ids, by the parameters of paths."""
+    """Create a file, a batch that has ended, a response and a model. Returns their ids, by path parameter."""
 
     def make(path: str, body: bytes, kind: str = "application/json") -> str:
         reply = server.call("POST", path, body, {"content-type": kind})
@@ -303,13 +303,13 @@ def make_objects(server: Server) -> dict[str, str]:
 
 
 def test_stored_objects(server: Server) -> None:
-    """Those that are there, and those that are not. The ones that delete come last."""
+    """Existing and missing objects. Deleting operations come last."""
     ids = make_objects(server)
     for method, path in OBJECTS:
         statuses: set[int] = set()
         check_objects(server, method, path, ids, statuses)
         assert statuses <= {200, 400, 404} and 404 in statuses, (method, path, statuses)
-        assert 200 in statuses or path.endswith("/cancel"), (method, path)  # of what runs only
+        assert 200 in statuses or path.endswith("/cancel"), (method, path)  # only running ones can be cancelled
 
 
 def check_objects(server: Server, method: str, path: str, ids: dict[str, str], statuses: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""One choice's text does not depend on how tokens are grouped and when deltas are taken."""
+"""The text of a choice does not depend on how tokens are grouped and when deltas are taken."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_no_tokens_at_all(model: ServedModel) -> None:
 
 
 class CountingFactory(DetokenizerFactory):
-    """Notes the ids that detokenizers are given as their context."""
+    """Records the ids that detokenizers get as their context."""
 
     contexts: list[list[int]]
 

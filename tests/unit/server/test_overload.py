@@ -95,7 +95,7 @@ def test_a_request_ends_at_its_deadline(serve: Serve, stream: bool, by: str) -> 
 def test_a_request_that_cannot_end_in_time_ends_unless_it_has_begun(serve: Serve) -> None:
     served = serve(automatic=False, options={"request_timeout": 60})
     for _ in range(50):
-        served.admission.pace.count(50, 59.95, is_whole=True)  # so 0.05 s are left to begin
+        served.admission.pace.count(50, 59.95, is_whole=True)  # so 0.05 s remain to start
 
     async def scenario() -> None:
         begun = post(served, stream=True, max_tokens=50)

@@ -98,7 +98,7 @@ NEUTRAL_OF_VLLM = {
 
 
 class RequestOutputKind(enum.Enum):
-    """As vLLM numbers them."""
+    """Has vLLM's numbers."""
 
     CUMULATIVE = 0
     DELTA = 1

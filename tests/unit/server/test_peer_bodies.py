@@ -1,4 +1,4 @@
-"""Requests as chat and completion clients send them: the fields of their bodies, with shorter texts."""
+"""Requests as chat and completion clients send them: their bodies' fields, with shorter texts."""
 
 from __future__ import annotations
 

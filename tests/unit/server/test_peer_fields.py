@@ -1,4 +1,4 @@
-"""Fields of other servers, and unknown fields, in requests to generate."""
+"""Fields of other servers, and unknown fields, in generation requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
     ids=str,
 )
 def test_fields_that_gateways_pass_on_from_anthropics_api(served: Served, body: Json, ignored: str) -> None:
-    """LiteLLM does so where it translates Claude Code's requests."""
+    """LiteLLM passes them on when it translates Claude Code's requests."""
     reply = served.chat(max_tokens=1, **body)
     assert reply.status == 200 and reply.headers.get("x-ignored-fields", "") == ignored
 

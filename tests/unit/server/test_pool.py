@@ -35,7 +35,8 @@ def pool(model: ServedModel) -> Iterator[PromptPool]:
 
 @pytest.fixture
 def alone(pool: PromptPool) -> PromptPool:
-    """A pool of one process: a job that arrives before the first thread is idle would start another one."""
+    """Limit the pool to one process: a job that arrives before the first thread is idle would otherwise start another
+    one."""
     pool._size = 1
     return pool
 
@@ -83,7 +84,7 @@ def test_a_crowd_is_refused_and_deadlines_hold(pool: PromptPool) -> None:
         jobs = (pool.run("tokenize", large(), Tokens, time.perf_counter() - 1) for _ in range(5))
         return await asyncio.gather(*jobs, return_exceptions=True)
 
-    pool._job_seconds = 30.0  # as after many bombs
+    pool._job_seconds = 30.0  # as after many malicious requests
     *late, refused = asyncio.run(crowd())
     assert [type(one) for one in late] == [DeadlineExceeded] * 4
     assert isinstance(refused, Unavailable) and refused.retry_after == 40

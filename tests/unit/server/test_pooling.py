@@ -1,4 +1,4 @@
-"""Routes whose replies are vectors: embeddings, reranking, scores, classes; on a scripted engine."""
+"""Routes that return vectors: embeddings, reranking, scores and classes, on a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of the routes whose replies are vectors: those of peers, and unknown ones."""
+"""Request fields of the routes that return vectors: those of other servers, and unknown ones."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_vectors_of_tokens(serve: Serve, model: ServedModel, normalize: bool | N
 
 
 def serve_token_classes(serve: Serve) -> Served:
-    """Two classes, whose logits are 0 and the token's position."""
+    """Serve two token classes, whose logits are 0 and the token's position."""
     return serve(
         script=lambda request: [number for place in range(len(request.prompt_ids)) for number in (0.0, place)],
         model_facts=facts(generates=False, pooling_task="token_classify", vector_size=2, token_vector_size=2),
@@ -247,7 +247,7 @@ def test_invocations_tell_requests_for_vectors_apart(serve: Serve, body: dict[st
 @pytest.mark.parametrize(("truncate", "side"), [(True, "right"), ("END", "right"), ("START", "left")])
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/rerank"])
 def test_truncate_cuts_long_texts(serve: Serve, path: str, truncate: object, side: str) -> None:
-    """As Jina's, Nvidia's and Hugging Face's servers name it."""
+    """The parameter is the one of Jina's, Nvidia's and Hugging Face's servers."""
     served = serve(script=lambda request: (0.6, 0.8, 0.0), model_facts=facts(**EMBEDDER, max_model_len=16))
     text = " ".join(f"word{number}" for number in range(40))
     body = BODIES[path] | ({"documents": [text]} if path == "/rerank" else {"input": text})

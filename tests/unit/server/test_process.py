@@ -94,7 +94,7 @@ def test_a_step_without_a_result_hangs_and_many_short_steps_do_not() -> None:
 
 
 def test_the_step_limit_grows_with_the_longest_step_unless_it_is_set() -> None:
-    slow = since(*[5.0] * 99, longest=6 * POLL_SECONDS)  # the limit is 20 times that, 120 polls
+    slow = since(*[5.0] * 99, longest=6 * POLL_SECONDS)  # the limit is 20 times `longest`, 120 polls
     assert watch("steps", slow) == (None, True)
     assert watch("steps", [*slow, *slow])[0] is not None
     assert watch("steps", slow, step_timeout=20 * POLL_SECONDS)[0] is not None

@@ -1,4 +1,4 @@
-"""One callback of the event loop for all streams that have something new."""
+"""One callback of the event loop serves all streams that have something new."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Random schemas of `not`, `if`, `oneOf` and `propertyNames`: what jsonschema finds invalid is never accepted, and
-what it finds valid is, unless the schema is refused."""
+"""Random schemas of `not`, `if`, `oneOf` and `propertyNames`: a grammar never accepts what jsonschema finds invalid,
+and accepts what it finds valid, unless the schema is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.grammars import accepts, compile_grammar
 from support.matrix import mostly_slow
 
 NUM_SEEDS = 12
-NUM_SCHEMAS = 8  # of each seed
+NUM_SCHEMAS = 8  # per seed
 TEXTS = ["", "x", "xy", "y", "b", "bb", "ab"]
 NUMBERS = [0, 1, 2, -1, 1.5, 0.5, 7]
 MEMBERS = [1, "x", None, 0]
@@ -83,7 +83,8 @@ def build_schema(chooser: random.Random, depth: int) -> Schema | bool:
 
 
 def write_in_all_orders(value: object) -> list[str]:
-    """A grammar wants the properties that a schema names in its order."""
+    """Return the value as JSON in all orders of its properties: a grammar requires the order in which the schema names
+    them."""
     if not isinstance(value, dict):
         return [json.dumps(value)]
     return [json.dumps(dict(order)) for order in itertools.permutations(value.items())]

@@ -12,7 +12,7 @@ from support.grammars import accepts, compile_grammar
 from support.random_schemas import build_schema, build_value, change_value
 
 NUM_SCHEMAS = 80
-NUM_VALUES = 8  # of each schema: valid ones, and as many with one to three changes
+NUM_VALUES = 8  # per schema: valid ones, and as many with one to three changes
 
 
 @pytest.mark.parametrize("number", range(NUM_SCHEMAS))

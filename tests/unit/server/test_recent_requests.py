@@ -112,7 +112,7 @@ def test_a_client_that_leaves(serve: Serve) -> None:
 
 
 def test_a_client_that_leaves_when_all_is_computed(serve: Serve) -> None:
-    """As every HTTP connection seems to, once a response is sent."""
+    """Every HTTP connection seems to disconnect once a response is sent."""
 
     async def run() -> None:
         served = serve("one two three four", automatic=False)
@@ -174,7 +174,7 @@ def test_phases_add_up() -> None:
     now = 22.0
     clock.advance()
     tracked.receive(Output(1, [7], finish_reason=FinishReason.LENGTH))
-    now = 99.0  # the client has read slowly
+    now = 99.0  # the client reads slowly
     recent.close(request, is_whole=True)
     (record,) = recent.list_records()
     assert (record.queued, record.prefill, record.decode, record.outcome) == (2, 3, 7, "length")
@@ -213,7 +213,7 @@ def test_all_front_ends(serve: Serve) -> None:
             ("from-1", "/v1/completions", None),
             ("from-2", "/v1/completions", None),
         }
-        front_ends[1].relay.close()  # its process is gone
+        front_ends[1].relay.close()  # its process has ended
         while len(served.engine.open) > 2:
             await asyncio.sleep(0)
         for _ in range(2):

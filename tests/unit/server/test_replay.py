@@ -1,4 +1,4 @@
-"""After an engine's death: its requests continue elsewhere, and the quarantine finds a request that kills engines."""
+"""After an engine's death, its requests continue elsewhere, and the quarantine finds a request that kills engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEAD = EngineDead("it died")
 
 
 class Sink:
-    """All outputs of one request."""
+    """Collects all outputs of one request."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -60,7 +60,7 @@ class Deployment:
         return sinks
 
     def kill(self, index: int = 0, in_step: Sequence[int] | None = None) -> None:
-        """in_step: engine request ids of the step in which it dies; None: all of its requests."""
+        """Kill an engine. in_step: engine request ids of the step in which it dies; None: all of its requests."""
         engine = self.engines[index]
         engine.ready = False
         self.replicas.drop_lost({index: list(engine.open) if in_step is None else in_step}, DEAD)
@@ -131,7 +131,7 @@ def test_other_engines_take_over_at_once() -> None:
 
 @pytest.mark.parametrize("is_guilty", [False, True])
 def test_a_suspect_runs_alone_when_the_engines_that_it_lost_are_removed(is_guilty: bool) -> None:
-    """It would wait for one of them to be replaced."""
+    """Otherwise it would wait for one of them to be replaced."""
 
     async def run() -> None:
         three = Deployment(3)
@@ -190,7 +190,7 @@ def test_requests_wait_without_an_engine_and_can_be_aborted() -> None:
 
 
 def test_requests_are_sent_to_an_unresponsive_engine_if_there_is_no_other() -> None:
-    """It may only be slow, and nothing reports when it continues."""
+    """The engine may only be slow, and nothing reports when it continues."""
 
     async def run() -> None:
         one = Deployment()
@@ -204,7 +204,7 @@ def test_requests_are_sent_to_an_unresponsive_engine_if_there_is_no_other() -> N
 
 
 def test_a_replayed_request_has_a_new_id() -> None:
-    """So that the client drops late outputs of the lost engine."""
+    """Thus the client drops late outputs of the lost engine."""
 
     async def run() -> None:
         one = Deployment()
@@ -346,7 +346,7 @@ def test_facts_are_those_of_the_newest_process() -> None:
 
 
 def test_text_and_usage_are_those_of_an_undisturbed_run(serve: Serve) -> None:
-    """With several choices and a partially received stop string."""
+    """With several choices and a partly received stop string."""
     text = "one two three four. five six"
     body = {"prompt": "x", "n": 2, "max_tokens": 50, "stop": ["four. f"], "logprobs": 1, "stream_options": None}
 

@@ -77,7 +77,7 @@ def test_load_follows_outputs_and_ends() -> None:
         replicas = Replicas(both)
         assert submit(replicas, [request(0, [1] * 5000, max_tokens=3)]) == [0]
         assert submit(replicas, [request(n, [n], max_tokens=1) for n in (1, 2, 3)]) == [1, 1, 1]
-        both[0].step()  # its prompt is computed; one open request against three
+        both[0].step()  # its prompt is computed: one open request, compared with three
         assert submit(replicas, [request(4, [9])]) == [0]
         both[1].step()  # all its requests end
         assert submit(replicas, [request(5, [8])]) == [1]

@@ -1,4 +1,4 @@
-"""--enable-log-requests: what is logged of a request, and what never is."""
+"""--enable-log-requests: what is logged about a request, and what never is."""
 
 from __future__ import annotations
 

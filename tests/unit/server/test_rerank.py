@@ -1,4 +1,4 @@
-"""The routes of reranking, on a scripted engine."""
+"""The reranking routes, on a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input items of POST /v1/responses that are left out or that only some clients send."""
+"""Input items of POST /v1/responses that are skipped or that only some clients send."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_call_that_was_cut_is_left_out_with_its_output(served: Served) -> None
 
 @pytest.mark.parametrize("cut", ["{", '{"city": "O', '{"city": "Oslo", "da', '{"days": 1.', '{"a": ["\\u00'])
 def test_a_call_without_status_may_have_been_cut(served: Served, cut: str) -> None:
-    """Clients that make items of their own keep no status."""
+    """Clients that create their own items omit the status."""
     call = {name: value for name, value in CUT.items() if name != "status"} | {"arguments": cut}
     for status in ({}, {"status": None}, {"status": "in_progress"}):
         reply = ask(served, call | status, GO_ON)
@@ -72,7 +72,7 @@ def test_items_of_hosted_tools_are_skipped_and_named(served: Served, kind: str) 
 
 @pytest.mark.parametrize("encrypted", ["gAAAAABo_x-1==", "gAAAAABoAA==", "?"])
 def test_reasoning_that_another_server_encrypted_is_skipped(served: Served, encrypted: str) -> None:
-    """Clients send it back when they change the server in a conversation."""
+    """Clients send it back when they change servers in a conversation."""
     assert ask(served, GO_ON).status == 200
     expected = read_prompt(served)
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": encrypted}
@@ -119,14 +119,14 @@ def test_a_bad_summary_is_refused(served: Served, summary: object) -> None:
 
 
 def _list_types(union: object) -> set[str]:
-    """The types of the members of a union of the openai package."""
+    """Return the types of the members of a union in the openai package."""
     members = typing.get_args(typing.get_args(union)[0])
     found = (re.findall(r"'([^']+)'", str(member.model_fields["type"].annotation)) for member in members)
     return {name for names in found for name in names}
 
 
 def test_every_type_of_item_that_the_client_knows(served: Served) -> None:
-    """What is not served is skipped and named."""
+    """Types that are not served are skipped and named."""
     known = _list_types(ResponseInputItem)
     assert len(known) > 25
     for kind in sorted(known - {"message", "item_reference", "reasoning"}):

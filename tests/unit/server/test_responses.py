@@ -45,7 +45,7 @@ REQUIRED = set(
     top_logprobs reasoning usage max_output_tokens max_tool_calls store background service_tier metadata
     safety_identifier prompt_cache_key prompt_cache_retention conversation moderation prompt user""".split()
 )
-FUNCTION: Json = {"description": None, "parameters": None, "strict": None}  # as the reply repeats one
+FUNCTION: Json = {"description": None, "parameters": None, "strict": None}  # as the reply repeats a tool
 REPEATED = [{**FUNCTION, **WEATHER}, {**FUNCTION, **TOOLS[1]}, PATCH]
 
 
@@ -124,7 +124,7 @@ def test_logprobs_of_messages(serve_text: ServeText, written: str, kinds: list[s
             continue
         (part,) = item["content"]
         text = b"".join(bytes(one["bytes"]) for one in part["logprobs"]).decode()
-        assert text.strip() == part["text"]  # the tokens of whitespace beside delimiters are listed too
+        assert text.strip() == part["text"]  # the tokens of whitespace at delimiters are listed too
         assert all(one["logprob"] < 0 and len(one["top_logprobs"]) == 2 for one in part["logprobs"])
     streamed = [one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
     done = [one for event in events if event["type"] == "response.output_text.done" for one in event["logprobs"]]
@@ -240,7 +240,7 @@ CALCULATOR = {
 
 
 def test_tools_of_a_namespace(serve_text: ServeText) -> None:
-    """Codex groups the tools of each MCP server and looks up calls by both names."""
+    """Codex groups the tools of each MCP server, and looks up calls by both names."""
     written = f"{write_call('mcp__calc__add', a=1)}\n{write_call('mcp__calc__run', input='1+1')}\n{write_call('clock')}"
     served = serve_text(written)
     reply = ask(served, tools=[*TOOLS, CALCULATOR])

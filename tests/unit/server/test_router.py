@@ -10,7 +10,7 @@ from serve_llm.server.engines.router import OVERLOAD_FACTOR, OVERLOAD_SLACK, REQ
 SIZE = 4  # tokens per block
 LONG = list(range(100 * SIZE))
 
-# One of a few prefixes of some length, and a tail that few share.
+# One of a few prefixes of some length, and a mostly unique tail.
 PROMPTS = st.builds(
     lambda prefix, length, tail: [prefix] * length + tail,
     st.integers(0, 3),
@@ -71,7 +71,7 @@ def test_on_idle_engines_a_prompt_follows_its_longest_prefix(
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """Number of leading full blocks in common."""
+    """Return the number of leading full blocks in common."""
     equal = 0
     while equal < min(len(one), len(other)) and one[equal] == other[equal]:
         equal += 1

@@ -1,4 +1,4 @@
-"""Adding and removing engines: who may do so, within which bounds, and what the server reports."""
+"""Adding and removing engines: who may do so, within which bounds, and the server's report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_change_runs_in_the_background_and_excludes_another() -> None:
         scaler = Scaler(engines, 1, 3)
         scaler.scale(3, 7.0)
         assert scaler.is_under_way and scaler.num_engines == 1 and scaler.target == 3
-        scaler.scale(3, 7.0)  # the same again changes nothing
+        scaler.scale(3, 7.0)  # repeating it changes nothing
         with pytest.raises(Conflict, match="a change to 3 engines is in progress"):
             scaler.scale(2, 7.0)
         engines.started.set()

@@ -1,4 +1,4 @@
-"""Structured output: texts that grammars of JSON schemas accept, wherever a schema stands."""
+"""Structured output: texts that grammars of JSON schemas accept, wherever requests contain a schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.grammars import accepts, compile_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
-# Schemas with texts that are valid and texts that are not: jsonschema must agree with the grammar.
+# Schemas with valid and invalid texts: jsonschema must agree with the grammar.
 ENFORCED: list[tuple[object, list[str], list[str]]] = [
     ({}, ['{"a": [1, null, "x"]}', "3"], ["nul", "{", "01"]),
     (True, ["[]"], ["]"]),
@@ -66,7 +66,7 @@ ENFORCED: list[tuple[object, list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # Python's for [[ and && in patterns
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # Python warns about [[ and && in patterns
 @pytest.mark.parametrize(("schema", "valid", "invalid"), ENFORCED, ids=lambda value: str(value)[:40])
 def test_a_schema_is_enforced(schema: object, valid: list[str], invalid: list[str]) -> None:
     grammar = compile_grammar(json=schema)
@@ -79,7 +79,7 @@ def test_a_schema_is_enforced(schema: object, valid: list[str], invalid: list[st
 
 
 def test_whitespace_of_patterns_is_that_of_ecmascript() -> None:
-    """Python's and Rust's differ from it, and from each other."""
+    """Whitespace in Python and in Rust differs from ECMAScript's, and from each other."""
     for pattern in (r"^\s$", r"^[\sx]$", r"^[^\S]$"):
         grammar = compile_grammar(json={"type": "string", "pattern": pattern})
         found = [char for char in "\ufeff\u0085\u2028\u00a0\u3000 a\u200b" if accepts(grammar, f'"{char}"')]

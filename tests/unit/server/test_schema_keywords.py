@@ -1,4 +1,4 @@
-"""JSON Schema draft 2020-12 by keyword: what a grammar accepts and rejects, as the jsonschema package judges it.
+"""JSON Schema draft 2020-12 by keyword: what a grammar accepts and rejects, compared with the jsonschema package.
 
 The behaviours are those that the JSON-Schema-Test-Suite examines; the schemas and values are our own.
 """
@@ -226,6 +226,6 @@ def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(keyword: str, is_n
     with pytest.raises(InvalidRequest) as caught:
         compile_grammar(json=schema)
     place = " at #/properties/list/items" if is_nested else ""
-    # A keyword and the one that it depends on are refused together.
+    # A keyword and the keyword that it depends on are refused together.
     names = {"minContains": "contains", "if": "else"}.get(keyword, keyword)
     assert caught.value.message.startswith(f"structured_outputs.json{place}: {names}: "), caught.value.message

@@ -1,4 +1,4 @@
-"""Keywords that are written in others before they reach llguidance: what is valid stays so, as jsonschema judges."""
+"""Keywords that are rewritten as other keywords for llguidance: valid values stay valid, compared with jsonschema."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ OLD_SCHEMAS: dict[str, object] = {
 
 
 def write_in_all_orders(value: object) -> list[str]:
-    """A grammar wants the properties that a schema names in its order."""
+    """Return the value as JSON in all orders of its properties: a grammar requires the order in which the schema names
+    them."""
     if not isinstance(value, dict):
         return [json.dumps(value)]
     return [json.dumps(dict(order)) for order in itertools.permutations(value.items())]

@@ -1,4 +1,4 @@
-"""Every key and value that the types of the openai and anthropic packages require, in replies and stream events."""
+"""Replies and stream events have every key and value that the types of the openai and anthropic packages require."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_input_items(served: Served) -> None:
 def test_chat_completions(served: Served, form: Json) -> None:
     body: Json = {"tools": [*TOOLS, {"type": "custom", "custom": {"name": "patch"}}], **form}
     check(ChatCompletion, served.chat(**body))
-    body["tools"] = TOOLS  # the types of events know no custom tools
+    body["tools"] = TOOLS  # the types of events do not include custom tools
     check_events(ChatCompletionChunk, served.chat(**body, stream=True, stream_options={"include_usage": True}).events())
 
 
@@ -117,7 +117,7 @@ def test_completions(served: Served, form: Json) -> None:
     check(Completion, served.complete(**form))
     events = served.complete(**form, stream=True, stream_options={"include_usage": True}).events()
     for choice in (choice for event in events for choice in event["choices"]):
-        choice["finish_reason"] = choice["finish_reason"] or "stop"  # OpenAI's events have null too, against the type
+        choice["finish_reason"] = choice["finish_reason"] or "stop"  # OpenAI's events have null too, unlike the type
     check_events(Completion, events)
 
 

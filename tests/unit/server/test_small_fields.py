@@ -1,4 +1,4 @@
-"""Fields of completions and chat that few clients send, each with what it composes with."""
+"""Rarely used fields of completions and chat, each with the features that it combines with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Wel
 
 
 def fold(reply: Reply) -> dict[str, object]:
-    """The first choice of a completion, streamed or not."""
+    """Return the first choice of a completion, streamed or not."""
     assert reply.status == 200, reply.content
     if not reply.headers["content-type"].startswith("text/event-stream"):
         return Completion.model_validate(reply.json(), extra="forbid").choices[0].model_dump()

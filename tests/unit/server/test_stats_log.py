@@ -1,4 +1,4 @@
-"""The throughput line: what it says, and that it only reads."""
+"""The throughput line: its content, and that it only reads metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: cut and hold-back do not depend on how the text is split into tokens."""
+"""Stop strings: cutting and holding back do not depend on how the text is split into tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def cut(text: str, stops: list[str], include: bool, armed_from: int = 0) -> tuple[str, str | None]:
-    """The expected text and stop string, by trying every end in order."""
+    """Return the expected text and stop string, by trying every end in order."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop) and end > armed_from]
         if found:
@@ -60,7 +60,7 @@ def test_include_keeps_the_stop_string_and_cuts_after_it() -> None:
 def test_long_stop_strings_on_hostile_text() -> None:
     stops = ["a" * 1000 + str(number) for number in range(16)]
     scanner = StopScanner(stops, False)
-    assert "".join(scanner.push("a" * 4, True) for _ in range(500)) == "a" * 1000  # the rest may still become one
+    assert "".join(scanner.push("a" * 4, True) for _ in range(500)) == "a" * 1000  # the rest may become a stop string
 
 
 def test_a_long_rejected_beginning_costs_little() -> None:

@@ -1,4 +1,4 @@
-"""Stores whose disk is full or which cannot be written, on a scripted engine."""
+"""Stores whose disk is full or not writable, on a scripted engine."""
 
 from __future__ import annotations
 

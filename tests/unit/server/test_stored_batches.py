@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches on a scripted engine: what is stored, for whom, and what becomes of every line."""
+"""/v1/files and /v1/batches on a scripted engine: what is stored, for whom, and the outcome of every line."""
 
 from __future__ import annotations
 

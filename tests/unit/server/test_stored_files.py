@@ -1,4 +1,4 @@
-"""/v1/files on a scripted engine: what is kept, for how long, and how much of it."""
+"""/v1/files on a scripted engine: what is kept, for how long, and how much."""
 
 from __future__ import annotations
 

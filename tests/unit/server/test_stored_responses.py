@@ -1,4 +1,4 @@
-"""--responses-store: what is kept of /v1/responses, for whom, and for how long; responses in the background."""
+"""--responses-store: which responses are kept, for whom, and for how long; background responses."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def test_what_a_killed_server_was_generating_has_failed(serve_stored: Serve, tmp
     async def scenario() -> None:
         found.update(await start(served))
 
-    asyncio.run(scenario())  # the loop ends, and with it the task
+    asyncio.run(scenario())  # the loop ends, and the task with it
     served.storage.close()
     again = serve_stored(store=tmp_path / "responses.db")
     response = get(again, found["id"]).json()

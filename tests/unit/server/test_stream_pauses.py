@@ -30,7 +30,7 @@ each_route = pytest.mark.parametrize("path", BODIES)
 
 
 class Writer:
-    """A BodyWriter that puts what is written among the messages that were sent."""
+    """A BodyWriter that adds written data to the sent messages."""
 
     is_ready = True
 

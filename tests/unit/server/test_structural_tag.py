@@ -46,7 +46,7 @@ FUNCTION = tag("<f=a>", VALUE, "</f>")
 RAW = tag("<f=b>", ANY, "</f>")
 ONCE = {"at_least_one": True, "stop_after_first": True}
 
-ACCEPTED: list[tuple[str, Format, list[str], list[str]]] = [  # name, format, texts that fit, texts that do not
+ACCEPTED: list[tuple[str, Format, list[str], list[str]]] = [  # name, format, matching texts, other texts
     ("const", const('"\\\n/é'), ['"\\\n/é'], ["", '"\\\n/éé']),
     ("json", VALUE, ['{"a":1}', '{ "a": -2 }'], ["{}", '{"a":1} ', ' {"a":1}']),
     ("any", ANY, ["", "a\n<b>"], []),

@@ -278,7 +278,7 @@ def test_a_bomb_ends_while_others_are_read(pool: PromptPool, bomb: dict[str, obj
 
     spent = asyncio.run(run())
     assert sorted(ended) == ["bomb refused", "first", "small 0", "small 1", "small 2"]
-    if not isinstance(bomb.get("json"), str):  # one that is not refused at once
+    if not isinstance(bomb.get("json"), str):  # not refused at once
         assert ended[-1].startswith("bomb"), ended
     assert spent < 10.0, "far more than the limit of 2 s, for a busy machine"
 
@@ -298,7 +298,7 @@ def test_a_killed_compilation_names_its_parameter_and_is_not_tried_again(
 
     monkeypatch.setattr(PromptWorker, "__init__", record)
     wanted = {"regex": "(a{1000}){1000}{1000}"}
-    for extra in (0, 1):  # other bodies with the same grammar
+    for extra in (0, 1):  # different bodies with the same grammar
         body = json.dumps({"prompt": "x", "structured_outputs": wanted}).encode() + b" " * (padding + extra)
         with pytest.raises(
             InvalidRequest, match=r"regex: it is too complex: compiling it took more than 0\.4 s"

@@ -43,7 +43,7 @@ class Process:
 
     made: list[Process]
     broken: list[int]  # indices whose next start fails
-    may_start: asyncio.Event | None = None  # that replacements wait for
+    may_start: asyncio.Event | None = None  # replacements wait for it
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 
 @pytest.fixture
 def blamed(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[int, Collection[int]]]:
-    """Filled with the requests that each death blames; engines have request 7 in their steps."""
+    """blamed: collects the requests that each death blames; engines have request 7 in their steps."""
     found: list[Mapping[int, Collection[int]]] = []
     monkeypatch.setattr(Client, "read_running_ids", lambda self: [7])
     monkeypatch.setattr(supervisor.Replicas, "drop_lost", lambda self, lost, cause: found.append(lost))
@@ -166,7 +166,7 @@ def test_lost_connections_alone_blame_no_request(
     monkeypatch: pytest.MonkeyPatch,
     last: EngineDeath | None,
 ) -> None:
-    """No first cause is known when all have died, or when the others still live after SETTLE_SECONDS."""
+    """The first cause is unknown if all have died, or if the others still live after SETTLE_SECONDS."""
     if last is None:
         monkeypatch.setattr(supervisor, "SETTLE_SECONDS", 0.01)
 
@@ -186,7 +186,7 @@ def test_lost_connections_alone_blame_no_request(
 
 
 def test_a_replacement_computes_on_the_same_kind_of_device(made: list[Process]) -> None:
-    """With `--device auto` it would use the CPU if the GPUs were lost."""
+    """With `--device auto`, it would use the CPU if the GPUs were lost."""
 
     async def run() -> None:
         supervisor = Supervisor(make_options("demo", data_parallel_max=2), "/model")
@@ -256,7 +256,7 @@ def test_engines_are_added_and_removed_while_others_serve(made: list[Process]) -
 def test_an_engine_serves_on_until_another_one_does(
     made: list[Process], monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """Unless that takes longer than the drain timeout."""
+    """An old engine keeps serving until a new one does, unless that takes longer than the drain timeout."""
     monkeypatch.setattr(supervisor, "DRAIN_POLL_SECONDS", 0.0)
 
     async def run() -> None:
@@ -312,7 +312,7 @@ def test_an_engine_that_dies_while_it_drains_is_not_replaced(made: list[Process]
         assert len(made) == 2 and len(made[0].client.open) == 2
 
         watching = asyncio.ensure_future(supervisor.watch())
-        made[0].death.set_result(RANK)  # the removal does not hide what ends the server
+        made[0].death.set_result(RANK)  # the removal does not hide the cause that ends the server
         assert "a rank failed" in str(await asyncio.wait_for(watching, 10))
         await supervisor.stop()
 

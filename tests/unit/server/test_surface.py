@@ -1,4 +1,4 @@
-"""What all routes share: keys, ids, errors' shape, documentation; and the routes that generate nothing."""
+"""What all routes share: keys, ids, the format of errors, documentation; and routes that generate nothing."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ KEYS = {"options": {"api_key": ("first", "second")}}
 
 
 def routes(served: Served) -> set[tuple[str, str]]:
-    """(method, path) of everything in the route table: what the schema hides, and documentation, included."""
+    """Return (method, path) of all routes, including documentation and routes hidden from the schema."""
     app: Any = served.app
-    while not isinstance(app, FastAPI):  # what stands in front of it
+    while not isinstance(app, FastAPI):  # middleware in front of it
         app = app.app
     return {(method, route.path) for route in leaves(app.routes) for method in route.methods or ()}
 
 
 def leaves(table: Iterable[object]) -> Iterator[Route]:
-    """The routes of a table, and of the routers in it."""
+    """Yield the routes of a table, and of the routers in it."""
     for entry in table:
         router = getattr(entry, "original_router", entry)
         if hasattr(router, "routes"):
@@ -46,7 +46,7 @@ def leaves(table: Iterable[object]) -> Iterator[Route]:
 
 
 def test_no_route_changes_the_servers_state(served: Served) -> None:
-    """One that did would need a key of its own, for administrators."""
+    """Such a route would need a key of its own, for administrators."""
     changing = {path for method, path in routes(served) if method not in ("GET", "HEAD")}
     vectors = {
         "/v1/embeddings",
@@ -78,7 +78,7 @@ def test_routes_that_load_adapters(serve: Serve, served: Served) -> None:
 
 
 def store_in(folder: Path) -> dict[str, object]:
-    """Options that add routes."""
+    """Return the options that add routes."""
     return {"responses_store": "memory", "batches_dir": str(folder)}
 
 

@@ -1,4 +1,4 @@
-"""Chat templates under the conventions of transformers."""
+"""Chat templates with the conventions of transformers."""
 
 from __future__ import annotations
 

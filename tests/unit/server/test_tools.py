@@ -26,7 +26,7 @@ CALL = {"name": "get_weather", "arguments": '{"city": "Oslo", "days": 2}'}
 
 @pytest.fixture
 def serve_text(serve: Serve, model: ServedModel) -> Callable[..., Served]:
-    """An engine that writes a text and ends it."""
+    """Serve an engine that writes a text and ends it."""
 
     def make(text: str, **more: Any) -> Served:
         return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_facts": None, **more})
@@ -164,7 +164,7 @@ def test_no_choice_leaves_the_text_as_it_is(serve_text: Callable[..., Served]) -
 def test_no_choice_leaves_delimiters_that_are_special_tokens(
     serve_text: Callable[..., Served], model: ServedModel, stream: bool
 ) -> None:
-    """Also where the dialect knows nothing but calls."""
+    """Even if the dialect has nothing but calls."""
     calls = CallFormat(codec=JsonCodec(name_key="name"), open="<|tool|>", close="\n")
     served = serve_text("So: <|tool|>{}\n", served_model=with_tools(model, Dialect(name="x", calls=calls)))
     reply = served.chat(tools=TOOLS, tool_choice="none", stream=stream)
@@ -181,7 +181,7 @@ def test_no_choice_leaves_delimiters_that_are_special_tokens(
 def test_no_choice_leaves_calls_of_every_dialect_in_the_text(
     serve_text: Callable[..., Served], model: ServedModel, name: str
 ) -> None:
-    """All of it, but for what encloses the content."""
+    """All of it stays, except for the delimiters of the content."""
     dialect = BUILT_IN[name]
     text = write_turn(dialect, content="So.", calls=[("get_weather", {"city": "Oslo"})])
     served = serve_text(text, served_model=with_tools(model, dialect))

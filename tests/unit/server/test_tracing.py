@@ -1,4 +1,4 @@
-"""Traces of requests: their spans and attributes, on a scripted engine and with an exporter in memory."""
+"""Traces of requests: spans and attributes, on a scripted engine and with an in-memory exporter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Traced(Served):
         return span
 
     def children(self) -> list[ReadableSpan]:
-        """In order of their beginnings. All belong to the root's trace, and lie within it."""
+        """Return the children in order of their start. All belong to the root's trace, and lie within it."""
         root = self.root()
         children = [span for span in self.spans() if span is not root]
         for child in children:
@@ -62,7 +62,7 @@ class Traced(Served):
 
 @pytest.fixture
 def serve_traced(model: ServedModel) -> Iterator[Open]:
-    """serve_traced(create_app's options={...}, engine options...): the app on one traced engine."""
+    """Serve the app on one traced engine: serve_traced(create_app's options={...}, engine options...)."""
     pools = []
 
     def make(options: dict[str, object] | None = None, **engine: object) -> Traced:

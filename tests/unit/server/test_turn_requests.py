@@ -1,4 +1,4 @@
-"""What a chat request with tools or reasoning becomes for the engine: grammars of turns, and budgets of reasoning."""
+"""The engine requests for chat requests with tools or reasoning: grammars of turns, and budgets of reasoning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def accepts(context: Context, grammar: str, text: str) -> bool:
 
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "items": {"const": 1}}}}
-TURNS: list[tuple[dict[str, Any], list[str], list[str]]] = [  # body, texts that may be written, texts that may not
+TURNS: list[tuple[dict[str, Any], list[str], list[str]]] = [  # body, allowed texts, other texts
     ({"tools": TOOLS}, ["Hello.", OSLO, f"So:\n{OSLO}\n{CLOCK}", f"<think>\nHm.\n</think>\n\n{OSLO}", BAD],
      ["<tool_call>\nOslo", OSLO.replace("get_weather", "go")]),
     ({"tools": TOOLS, "tool_choice": "required"},
@@ -90,7 +90,7 @@ def test_nothing_to_enforce(context: Context) -> None:
 
 
 def test_the_end_of_the_text_is_no_part_of_the_reasoning(context: Context) -> None:
-    """Else a model could end its turn there, without the call that is required."""
+    """Otherwise a model could end its turn there, without the required call."""
     body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "chat_template_kwargs": {"opens": True}}
     assert context.grammars is not None
     matcher = build_matcher(context.grammars.load_tokenizer(), prepare(context, **body).grammar)
@@ -99,7 +99,7 @@ def test_the_end_of_the_text_is_no_part_of_the_reasoning(context: Context) -> No
 
 
 def test_tokens_that_end_a_turn_stop_it_and_are_in_no_free_text(context: Context) -> None:
-    """The checkpoint's own list of ids that end a text may lack them. Completions follow that list alone."""
+    """The checkpoint's own list of end ids may lack them. Completions use that list alone."""
     added = context.model.tokenizer.added_tokens
     dialect = msgspec.structs.replace(DIALECT, ends=("<|user|>", "<|end|>", "no token"))
     changed = context._replace(model=replace(context.model, dialect=dialect))
@@ -167,7 +167,7 @@ def test_the_budget_of_the_reasoning(context: Context, model: ServedModel) -> No
 def test_a_budget_in_the_form_of_another_api(
     context: Context, model: ServedModel, options: dict[str, Any], field: str
 ) -> None:
-    """Gateways send it to every model: one that does not reason keeps to it."""
+    """Gateways send it to every model, so a model that does not reason accepts it."""
     assert prepare(context, **options).thinking == prepare(context, thinking_token_budget=5).thinking
     done = run_job(context._replace(model=model), **options)
     assert done.ignored_fields == [field] and done.request.samplings[0].thinking is None

@@ -1,4 +1,4 @@
-"""Responses that --responses-store has no room for."""
+"""Responses for which --responses-store has no room."""
 
 from __future__ import annotations
 

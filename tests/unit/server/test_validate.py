@@ -1,4 +1,4 @@
-"""Text-level requests against a model: lengths, vocabulary, and the id-level `Sampling` that comes out."""
+"""Text-level requests against a model: lengths, vocabulary, and the resulting id-level `Sampling`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model: ServedM
 
 
 def test_a_text_of_which_the_tokenizer_drops_much_may_fit(model: ServedModel) -> None:
-    """Tokenizers of encoders skip spaces, and know one token for any unknown word."""
+    """Tokenizers of encoders drop spaces, and use one token for any unknown word."""
     rust = RustTokenizer(WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
     rust.pre_tokenizer = Whitespace()  # type: ignore[assignment]
     words = replace(model, tokenizer=Tokenizer(rust, {}))

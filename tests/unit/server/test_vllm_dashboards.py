@@ -1,5 +1,5 @@
-"""With --metrics-prefix vllm:, the panels of vLLM's own Grafana dashboards have data, except for those that
-docs/metrics.md lists."""
+"""With --metrics-prefix vllm:, the panels of vLLM's own Grafana dashboards have data, except for those listed in
+docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LORA = facts(lora_targets={"layer": LoRATarget("layer", 12, 8)})
 
 
 def read(served: Served) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Labels and values by the name of the metric, with the suffix of a counter."""
+    """Return labels and values by the name of the metric, with the suffix of a counter."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(served.get("/metrics").content.decode()):
         name = family.name + ("_total" if family.type == "counter" else "")

@@ -1,4 +1,4 @@
-"""The page at `/`: its files, its headers, and what can be told of it without a browser (tests/e2e/test_web_ui.py)."""
+"""The page at `/`: its files, its headers, and properties that need no browser (see tests/e2e/test_web_ui.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIBRARY = FOLDER / "vendor" / "markdown-it.mjs"
 
 
 class Page(HTMLParser):
-    """All elements, with their attributes."""
+    """Collects all elements, with their attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_text_never_becomes_html(name: str) -> None:
 
 
 def test_the_library_comes_with_its_licences() -> None:
-    """Its version stands in its first line, and in the list."""
+    """The library's version is in its first line, and in the list."""
     version = re.search(r"markdown-it (\S+) ", LIBRARY.read_text(encoding="utf-8").splitlines()[0])
     assert version is not None
     licences = (FOLDER / "vendor" / "LICENSES.md").read_text(encoding="utf-8")
@@ -125,7 +125,7 @@ def test_every_control_has_a_label_and_every_reference_a_target() -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_can_be_told_apart(scheme: str) -> None:
-    """Contrasts that WCAG 2 asks for at level AA: 4.5 for text, 3 for borders."""
+    """Contrasts reach WCAG 2's level AA: 4.5 for text, 3 for borders."""
     light, dark = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
     colours = dict(re.findall(r"--([\w-]+): (#\w{6});", light if scheme == "light" else dark))
     assert len(colours) == 12

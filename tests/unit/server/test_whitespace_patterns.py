@@ -1,4 +1,4 @@
-"""Expressions for the whitespace and separators of JSON, which requests may set: the output stays JSON."""
+"""Requests may set expressions for the whitespace and separators of JSON: the output is still JSON."""
 
 from __future__ import annotations
 

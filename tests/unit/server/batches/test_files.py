@@ -1,4 +1,4 @@
-"""The files of run-batch: what is refused before anything runs, and what a run continues from."""
+"""The files of run-batch: what is refused before anything runs, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serve_llm.server.batches.local_call import LocalResponse
 REQUEST = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 BODY_BYTES = 1000
 
-# What is wrong with the second line of an input -> what the error names.
+# A fault in the second line of the input -> what the error names.
 HOSTILE = [
     (b"{", "line of a batch"),
     (b"[]", "object"),
@@ -59,7 +59,7 @@ def result(custom_id: str) -> bytes:
 
 
 def test_the_event_loop_may_run_between_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a file is, the thread that reads it gives the interpreter's lock away after each line."""
+    """The thread that reads a file releases the interpreter's lock after each line, however long the file is."""
     events: list[str] = []
     for name, parse in (("parse_request", files.parse_request), ("parse_result", files.parse_result)):
         monkeypatch.setattr(files, name, lambda line, parse=parse: (events.append("line"), parse(line))[1])

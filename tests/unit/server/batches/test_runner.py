@@ -21,7 +21,7 @@ def request(custom_id: str, url: str = "/v1/completions", **body: object) -> Bat
 
 
 def run(app: Callable[..., object], *requests: BatchRequest, concurrency: int = 4) -> dict[str, tuple[int, object]]:
-    """custom_id -> status and body."""
+    """Run a batch. Returns custom_id -> status and body."""
     found: dict[str, tuple[int, object]] = {}
 
     def write(line: bytes, status: int) -> None:

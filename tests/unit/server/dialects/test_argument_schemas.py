@@ -1,4 +1,4 @@
-"""Schemas of tools in formats that write arguments otherwise than JSON: enforced exactly, or refused by name."""
+"""Schemas of tools in formats that do not write arguments as JSON: enforced exactly, or refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OBJECTS: list[tuple[Schema, list[str], list[str]]] = [
 
 
 def write(dialect: str, parameters: Schema) -> str:
-    """The grammar of one call that must be made."""
+    """Return the grammar of one required call."""
     tokenizer = get_tokenizer(BUILT_IN[dialect], True)
     return write_turn(tokenizer, BUILT_IN[dialect], [Tool("f", "", parameters)], REQUIRED, parallel=False)
 
@@ -260,7 +260,7 @@ def test_numbers_of_any_size_are_read() -> None:
 
 
 def build_plain_schema(number: int) -> Schema:
-    """A random schema whose names every format can write."""
+    """Return a random schema whose names every format can write."""
     text = json.dumps(build_schema(random.Random(number)), ensure_ascii=False)
     for name, plain in (("a b", "a_b"), ('quo\\"te', "quote"), ("x/y", "x_y")):
         text = text.replace(name, plain)

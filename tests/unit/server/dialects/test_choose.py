@@ -1,4 +1,4 @@
-"""Where the dialect of the served model comes from, and what the log says of it."""
+"""How the dialect of the served model is chosen, and what the log says about it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_added_tokens_decide_where_a_template_renders_no_calls(tmp_path: Path) -
     assert choose_dialect(None, tmp_path, ChatTemplate(source, {}), ()).dialect is None
     found = choose_dialect(None, tmp_path, ChatTemplate(source, {}), tokens).dialect
     assert found is not None and found.name == "lfm2"
-    assert found.reasoning is None  # neither the template nor its source knows of it
+    assert found.reasoning is None  # neither the template nor its source mentions reasoning
 
 
 def test_the_log_says_what_was_found_and_checked() -> None:

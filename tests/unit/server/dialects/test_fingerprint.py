@@ -1,4 +1,4 @@
-"""The dialect is found by the chat template, and what it reads is rendered again as it was."""
+"""The dialect is recognised by the chat template, and parsed messages render as they were written."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_read_is_rendered_as_it_was(
     dialect = BUILT_IN[name]
     template = make(name)
     assert dialect.calls is not None
-    if "calls | length > 1" in template.tool_source or "calls[0]" in template.tool_source:  # it takes one call only
+    if "calls | length > 1" in template.tool_source or "calls[0]" in template.tool_source:  # it takes only one call
         values = values[:1]
     id_form = "functions.first_sentinel:{}" if dialect.calls.id_rule == "kimi" else "call0000{}"
     calls = [

@@ -65,7 +65,7 @@ CONTENT = json.dumps({"grammars": [{"json_schema": CONTENT_SCHEMA}]})
 
 
 def write_answer(dialect: Dialect, content: str) -> str:
-    """A turn with content; the delimiter that ends it is the end of the turn, where it can be."""
+    """Return a turn with content. If possible, the delimiter that ends the content is the end of the turn."""
     text = write_text(dialect, content=content)
     for end in dialect.ends:
         text = text.removesuffix(end)
@@ -87,7 +87,7 @@ def test_offering_tools_changes_no_text_without_calls(dialect: Dialect, has_toke
     grammar = write_turn(tokenizer, dialect, TOOLS, AUTO)
     everything = set(range(tokenizer.guide.vocab_size))
     if not has_tokens and not all(form.isascii() for form in dialect.list_delimiters()):
-        return  # bytes of which the delimiters could be put together are not free
+        return  # bytes that could form the delimiters are not free
     for text in ("", "Hello, wörld!", 'A <b> [c] {"d": 1} \n\n', "a\ufffd<|user|>b", '{"name": "Bob"}', "[1, 2]"):
         assert list_allowed(tokenizer, grammar, text) == everything, text
     chooser = random.Random(0)
@@ -124,7 +124,7 @@ def test_a_call_that_has_begun_is_well_formed(dialect: Dialect, has_tokens: bool
 
 
 def is_free(dialect: Dialect) -> bool:
-    """Whether what calls no known tool is content."""
+    """Return whether a call of an unknown tool counts as content."""
     return dialect.calls is not None and dialect.calls.is_bare
 
 
@@ -155,7 +155,7 @@ def test_a_function_without_parameters_takes_no_arguments(dialect: Dialect, has_
 def check_walk(
     tokenizer: TurnTokenizer, dialect: Dialect, grammar: str, seeds: range, prefix: str = "", has_content: bool = False
 ) -> None:
-    """Texts that the grammar allows are read as calls that are valid. has_content: there may be other text too."""
+    """Check that texts allowed by the grammar are parsed as valid calls. has_content: there may be other text too."""
     schemas = {tool.name: tool.parameters for tool in STRICT}
     num_checked = 0
     for seed in range(seeds.start, seeds.stop + 40):
@@ -163,7 +163,7 @@ def check_walk(
             break
         text = walk(tokenizer, grammar, random.Random(seed), prefix, max_tokens=250)
         if text is None:
-            continue  # it has become too long
+            continue  # the text has become too long
         turn = parse(dialect, text, tools=STRICT)
         assert turn.calls and (has_content or not turn.content), text
         for name, arguments in turn.decode_calls():

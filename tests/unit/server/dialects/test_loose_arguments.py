@@ -1,4 +1,4 @@
-"""Arguments that are only well-formed: a call is the model's choice, and the tool is not strict."""
+"""Arguments that are only well-formed, because the model need not call the tool and the tool is not strict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of the streaming parser, on every built-in dialect."""
+"""Invariants of the streaming parser, for every built-in dialect."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def split(text: str, cuts: list[int]) -> list[str]:
 
 
 def list_fragments(dialect: Dialect) -> list[str]:
-    """Delimiters, halves of delimiters and other text."""
+    """Return delimiters, halves of delimiters and other text."""
     found = sorted({form for form in dialect.list_delimiters() if form})
     halves = [form[: len(form) // 2] for form in found]
     turn = write_turn(dialect, calls=CALLS[:1])
@@ -145,7 +145,7 @@ def test_content_with_a_form_holds_what_reads_like_delimiters(dialect: Dialect, 
 @settings(max_examples=200)
 @given(calling_dialects, st.data())
 def test_what_a_call_of_nothing_looks_like_is_content(dialect: Dialect, data: st.DataObject) -> None:
-    """Delimiters of calls without a call are content too, byte for byte."""
+    """Delimiters of calls that enclose no call are content too, byte for byte."""
     assert dialect.calls is not None
     delimiters = [form for form in dialect.calls.list_delimiters() if form]
     if dialect.reasoning is not None or dialect.content is not None or dialect.ends:

@@ -1,4 +1,4 @@
-"""What the parser makes of turns that differ from the written form: ids, repeated keys, errors, other orders."""
+"""How the parser handles turns that differ from the usual form: ids, repeated keys, errors, other orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regular expressions as the texts that they match."""
+"""Regular expressions and the texts that they match."""
 
 from __future__ import annotations
 

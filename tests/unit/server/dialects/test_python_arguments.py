@@ -1,4 +1,4 @@
-"""Arguments in Python's literals, where the tool's schema is enforced."""
+"""Arguments written as Python literals, with the tool's schema enforced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS: Schema = {
     "additionalProperties": False,
 }
 OPTIONAL: Schema = {"anyOf": [{"$ref": "#/$defs/Flags"}, {"type": "null"}]}
-# A schema, values that it allows, and values that it does not.
+# A schema, allowed values, and other values.
 VALUES: list[tuple[Schema, list[object], list[object]]] = [
     (STRING, ["x", "it's", 'say "x"', "back\\slash\nline", "", "größe"], [1, None]),
     ({"type": "string", "maxLength": 3}, ["abc", "a'b"], ["abcd"]),

@@ -1,4 +1,4 @@
-"""`response_template` of a checkpoint: our answers are those of transformers' own parser."""
+"""`response_template` of a checkpoint: our results equal those of transformers' own parser."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_answers_are_those_of_transformers(template: Template, prompt: str, text
 
 
 def test_content_is_kept_where_transformers_loses_it() -> None:
-    """Its parser replaces content by the whitespace between two calls, if `close` does not take it."""
+    """Its parser replaces content by the whitespace between two calls, unless `close` includes that."""
     call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
     text = f"Looking.\n{call}\n{call}"
     assert "content" not in parse_response(text, copy.deepcopy(HERMES), prefix=IM_START)

@@ -1,4 +1,4 @@
-"""Formats and patterns of strings without quotes allow the same texts as those of JSON."""
+"""Formats and patterns of unquoted strings allow the same texts as those of JSON strings."""
 
 from __future__ import annotations
 

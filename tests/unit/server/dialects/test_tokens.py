@@ -1,4 +1,4 @@
-"""The tokens and log-probabilities of an answer are those that were generated, in every built-in dialect."""
+"""The tokens and logprobs of an answer are those that were generated, in every built-in dialect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS = [("get_weather", {"city": "Oslo", "days": 2}), ("clock", {})]
 
 
 def write_texts(dialect: Dialect) -> list[str]:
-    """A whole turn, one that ends in a call, and one that only begins like a call."""
+    """Return a whole turn, one that ends in a call, and one that only begins like a call."""
     reasoning = "" if dialect.reasoning is None else "Hm, Oslo."
     calls = [] if dialect.calls is None else CALLS
     whole = write_turn(dialect, reasoning=reasoning, content="I look.", calls=calls)
@@ -44,7 +44,7 @@ def test_tokens_add_up(serve: Callable[..., Served], model: ServedModel, name: s
         served = serve(written, served_model=served_model, model_facts=None, tokens_per_step=3)
         ids = served.ids(written)
         (end_id,) = served.ids("<|end|>")
-        ids = ids[: ids.index(end_id) + 1]  # which the engine takes for the end of the turn in harmony too
+        ids = ids[: ids.index(end_id) + 1]  # in harmony too, the engine takes this id for the end of the turn
         whole = served.chat(**body)
         streamed = served.chat(**body, stream=True, stream_options={"include_usage": True})
         usages = [whole.json()["usage"], streamed.events()[-1]["usage"]]

@@ -26,7 +26,7 @@ LIMITS: Schema = {
     "required": ["low"],
     "additionalProperties": False,
 }
-# A schema, values that it allows, and values that it does not.
+# A schema, allowed values, and other values.
 UNIONS: list[tuple[Schema, list[object], list[object]]] = [
     ({"type": ["string", "null"]}, ["", "x", "nul", "nullable", "[x", None], []),
     ({"type": ["string", "boolean"]}, ["x", "t", "truely", True, False], []),
@@ -105,7 +105,7 @@ def test_a_string_that_begins_like_a_list_ends_at_its_delimiter() -> None:
 
 
 def limit_strings(schema: Schema) -> Schema:
-    """The schema with short strings, so that a random text ends."""
+    """Return the schema with short strings, so that a random text ends."""
     text = json.dumps(schema).replace('"type": "string"', '"type": "string", "maxLength": 4')
     limited: Schema = json.loads(text)
     return limited | {"maxLength": 4} if isinstance(schema.get("type"), list) else limited
