@@ -1,4 +1,5 @@
-"""A daemon with the bundled demo model, shared by tests that only send requests; and a single process's answers."""
+"""A daemon with the bundled demo model, shared by tests that only send requests; and the answers of a single
+process."""
 
 from __future__ import annotations
 
@@ -19,6 +20,6 @@ def server() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def continuations() -> list[str]:
-    """A single process's answers to `nodes.body()`."""
+    """Return the answers of a single process to `nodes.body()`."""
     with Daemon("demo", *SMALL) as daemon:
         return complete(daemon.wait_until_serving())

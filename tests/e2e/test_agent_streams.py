@@ -35,7 +35,7 @@ WEATHER: Any = {
         "additionalProperties": False,
     },
 }
-ATTEMPTS = 10  # at starting streams that are open at the same time
+ATTEMPTS = 10  # to start streams that are open at the same time
 TALK: list[Any] = [{"role": "user", "content": "The weather in Oslo, please."}]
 
 

@@ -1,4 +1,4 @@
-"""serve-llm chat and top with the demo model: in a pseudo terminal, in a pipe, and with a server of their own."""
+"""serve-llm chat and top with the demo model: in a pseudo terminal, in a pipe, and with a server that they start."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_terminal(server: Daemon, tmp_path: Path) -> None:
         ):
             terminal.type(line + "\n")
             terminal.wait_for(shown)
-            terminal.wait_for("\n> ")  # what is typed before the prompt may get lost
+            terminal.wait_for("\n> ")  # input before the prompt may get lost
         terminal.type("/quit\n")
         assert terminal.process.wait(30) == 0
     history = (tmp_path / "serve-llm" / "chat_history").read_text()
     assert "Hello!" in history and "/quit" in history
     with PseudoTerminal(command, environ(tmp_path)) as terminal:
         terminal.wait_for("> ")
-        terminal.type("\x1b[A")  # the last line typed, of the run before
+        terminal.type("\x1b[A")  # recalls the last line of the previous run
         terminal.wait_for("/quit")
         terminal.type("\n")
         assert terminal.process.wait(30) == 0

@@ -30,7 +30,7 @@ def start(machine: Machine, nnodes: int, *arguments: str, program: tuple[str, ..
 
 
 def finish(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
-    """Exit codes and outputs in order, all in time."""
+    """Return exit codes and outputs in order. Fails if a process takes too long."""
     began = time.monotonic()
     outputs = ["".join(process.communicate(timeout=LIMIT_SECONDS)) for process in processes]
     print(f"{time.monotonic() - began:.1f} s", *outputs, sep="\n")
@@ -93,7 +93,7 @@ def test_two_nodes_on_this_host() -> None:
 @pytest.mark.parametrize("nnodes", mostly_slow([2, 3], [2]))
 def test_healthy(nnodes: int) -> None:
     with Machines(nnodes) as machines:
-        # The master last: the order does not matter.
+        # The master starts last: the order does not matter.
         codes, outputs = finish(*[start(machine, nnodes, "demo") for machine in reversed(list(machines))])
     assert codes == [0] * nnodes and len(set(outputs)) == 1
     output = outputs[0]

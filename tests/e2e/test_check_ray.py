@@ -45,7 +45,7 @@ def test_cluster_of_two() -> None:
         for number, machine in enumerate(machines):
             start(machine)
             wait_for_nodes(machines[0], number + 1)
-        # From the second machine: node 0 is where the check is started, whichever is the head.
+        # Started on the second machine: node 0 is where the check starts, whichever machine has the head.
         run = machines[1].run(*CHECK, env=ENVIRONMENT, seconds=60)
         print(run.stdout, run.stderr)
         assert run.returncode == 0 and "No problem found between 2 hosts." in run.stdout
@@ -60,7 +60,7 @@ def test_cluster_of_two() -> None:
         assert run.returncode == 1
         assert re.search(r"^PROBLEM: node 0 \(host0\): /dev/shm holds 200 MiB", run.stdout, re.MULTILINE)
 
-        machines.set_path_mtu(1, 1000)  # Ray itself cannot start anything there
+        machines.set_path_mtu(1, 1000)  # Ray itself cannot start workers on that machine
         run = machines[0].run(*CHECK, "--timeout", "8", env=ENVIRONMENT, seconds=60)
         print(run.stdout, run.stderr)
         assert run.returncode == 1
@@ -70,7 +70,7 @@ def test_cluster_of_two() -> None:
 @needs_ray
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_no_cluster() -> None:
-    with Machines(1, private=["/tmp/ray"]) as machines:  # where nobody else's can be found
+    with Machines(1, private=["/tmp/ray"]) as machines:  # so that no other Ray cluster is found
         run = machines[0].run(*CHECK, env=ENVIRONMENT)
     assert run.returncode == 2 and "start one with `ray start` on each host" in run.stderr
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from support.daemon import Daemon
 from support.tools import write_files
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # theirs
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # from the clients
 SUITES = Path(__file__).parents[1] / "support" / "langchain_suites.py"
 QUESTION = "The weather in Oslo, please."
 
@@ -35,13 +35,13 @@ class Weather(BaseModel):
 
 
 class OpenWeather(Weather):
-    """Weather with properties of any name beside those that are known."""
+    """Weather with properties of any name in addition to the known ones."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class Sky(BaseModel):
-    """The weather without limits of length and number, which Anthropic's client takes out of a schema."""
+    """The weather without limits on lengths and numbers, which Anthropic's client removes from a schema."""
 
     sky: Literal["rain", "sun"]
     city: Literal["Oslo", "Rome"]

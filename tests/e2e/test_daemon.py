@@ -1,4 +1,4 @@
-"""The daemon's life: start, what goes wrong at start, drain, and the end of its engine."""
+"""The daemon's life: start, failures at start, drain, and the end of its engine."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_while_draining_new_requests_are_refused() -> None:
             with refused.value as answered:
                 assert answered.code == 503 and int(answered.headers["Retry-After"]) > 0
                 assert json.loads(answered.read())["error"]["message"]
-        daemon.signal(signal.SIGINT)  # the second one does not wait
+        daemon.signal(signal.SIGINT)  # the second one ends the drain
         assert daemon.wait(5) == 0
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether the process is alive. A zombie that its new parent has not reaped yet does not count."""
+    """Return whether the process is alive. A zombie that its new parent has not reaped yet does not count."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_everything_within_two_seconds() -> None:
             daemon.wait_until_logged(r"Stopping: open requests \(2\) have 30 s to finish")
             began = time.monotonic()
             daemon.signal(signal.SIGTERM)
-            assert daemon.wait() == 0 and time.monotonic() - began < 10  # 2 s and a busy machine, not 30
+            assert daemon.wait() == 0 and time.monotonic() - began < 10  # 2 s plus a busy machine's delay, not 30
         assert not [child for child in children if lives(child)]
 
 

@@ -1,4 +1,4 @@
-"""Every query of the Grafana dashboards has an answer for a real server, asked of a real Prometheus."""
+"""Every query of the Grafana dashboards has data for a real server, according to a real Prometheus."""
 
 from __future__ import annotations
 

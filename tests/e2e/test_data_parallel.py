@@ -1,4 +1,5 @@
-"""Two engines behind one front end: the same tokens, work for both, one home for a prefix, and nothing left behind."""
+"""Two engines behind one front end: the same tokens, work for both, one engine for each prefix, and nothing left
+behind."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ EPLB = ("--enable-eplb", "--eplb-config", '{"step_interval": 20, "num_redundant_
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with 5 experts in a layer."""
+    """Return a tiny model with 5 experts per layer."""
     return make_served_checkpoint(tmp_path_factory.mktemp("models") / "qwen3_moe", "qwen3_moe")
 
 

@@ -24,7 +24,7 @@ SECONDS = 180.0
 
 
 def missing(*modules: str) -> list[str]:
-    """Find the module without importing it: importing Ray starts threads and warns."""
+    """Return whether a module is missing, without importing it: importing Ray starts threads and warns."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
@@ -73,7 +73,7 @@ class Driver:
         return self.process.returncode, errors
 
     def engines(self) -> list[int]:
-        """The engine processes under this Ray: those with its home."""
+        """Return the engine processes under this Ray: those with its home."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -95,8 +95,8 @@ class Driver:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Ray's sockets are in this folder, and a socket's path has at most 107 characters: pytest's folders are too
-    deep."""
+    """Create a folder with a short path: it holds Ray's sockets, and a socket's path has at most 107 characters, for
+    which pytest's folders are too deep."""
     with tempfile.TemporaryDirectory(prefix="sl-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
@@ -150,13 +150,13 @@ def complete(url: str, key: str = "key", **more: object) -> str:
 @needs_serve
 def test_ray_serve(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]  # Ray Serve cannot be told to take a free one
+        port = listener.getsockname()[1]  # Ray Serve cannot choose a free port itself
     url = f"http://127.0.0.1:{port}/v1/completions"
     with Driver(folder, SERVE, str(port), SERVE_LLM_API_KEY="key") as driver:
         assert driver.process.stdout is not None
         assert any("ready" in line for line in driver.process.stdout), driver.finish()[1]
         text = json.loads(complete(url))["choices"][0]["text"]
-        long = {"max_tokens": 500, "ignore_eos": True}  # more than one event holds, however busy the machine is
+        long = {"max_tokens": 500, "ignore_eos": True}  # exceeds one event, however busy the machine is
         events = complete(url, stream=True, **long).split("\n\n")
         chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
         long_text = json.loads(complete(url, **long))["choices"][0]["text"]
@@ -168,7 +168,7 @@ def test_ray_serve(folder: Path) -> None:
             complete(url, "another key")
 
         (engine,) = driver.engines()
-        os.kill(engine, signal.SIGKILL)  # the replica's health check fails, and Ray Serve makes a new one
+        os.kill(engine, signal.SIGKILL)  # the replica's health check fails, and Ray Serve replaces it
         assert text_again(url) == text
         (replaced,) = driver.engines()
         assert replaced != engine

@@ -18,19 +18,19 @@ from support.tiny import make_served_checkpoint
 
 SMALL = ("--served-model-name", "demo", "--kv-cache-memory", "16MiB", "--max-model-len", "400", "--max-restarts", "100")
 TWO = ("--data-parallel-size", "2", "--enable-expert-parallel")
-LONGEST = 300  # tokens of a stream
+LONGEST = 300  # tokens per stream
 COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "iteration_tokens_total_sum")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with 5 experts in a layer and the demo model's tokenizer."""
+    """Return a tiny model with 5 experts per layer and the demo model's tokenizer."""
     return make_served_checkpoint(tmp_path_factory.mktemp("models") / "qwen3_moe", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(model: str) -> Iterator[Streams]:
-    """The result of the streams on a single engine."""
+    """Yield the result of the streams on a single engine."""
     with Daemon(model, *SMALL) as daemon:
         yield Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
 
@@ -53,7 +53,7 @@ def test_streams_on_both_one_idle_and_none(model: str, undisturbed: Streams) -> 
         assert sum(daemon.metrics(engine)[name] > each[engine][name] for engine in (0, 1)) == 1
         pids = daemon.engine_pids()
         began, spent = time.monotonic(), cpu_seconds(pids)
-        with pytest.raises(subprocess.TimeoutExpired):  # it serves on; meanwhile nobody asks anything
+        with pytest.raises(subprocess.TimeoutExpired):  # it keeps serving; meanwhile nobody sends requests
             daemon.process.wait(2.0)
         assert cpu_seconds(pids) - spent < 0.1 * (time.monotonic() - began), "idle engines compute"
         daemon.signal(signal.SIGTERM)
@@ -101,7 +101,7 @@ def test_the_end_amid_steps(model: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_of_one_engine(model: str) -> None:
-    """Three processes that hold 2, 2 and 1 of the experts of each layer.
+    """Three processes hold 2, 2 and 1 of the experts of each layer.
 
     Their sums are rounded differently from those of one rank, so a long sampled stream meets a near tie in the end.
     """

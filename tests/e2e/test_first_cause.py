@@ -53,14 +53,14 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def nobody_is_left(mark: str) -> bool:
-    """Wait some seconds until all are gone: a killed process disappears a moment later."""
+    """Wait some seconds until all are gone: a killed process disappears with a delay."""
     _, alive = psutil.wait_procs(marked(mark), timeout=5)
     return not alive
 
 
 @pytest.fixture(scope="module")
 def taken() -> Iterator[int]:
-    """A port with a listener."""
+    """Yield a port with a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -69,7 +69,8 @@ def taken() -> Iterator[int]:
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, taken: int
 ) -> Iterator[dict[str, Future[None]]]:
-    """Every requested fault by name; two at a time, because most of the time one process waits for another."""
+    """Yield the outcome of every requested fault by name. Runs two at a time, because each mostly waits for
+    processes."""
     faults = [item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
         chosen = [fault for fault in faults if isinstance(fault, Fault)]
@@ -81,7 +82,7 @@ def outcomes(
 
 
 def start_with(fault: Fault, model: Path, taken: int) -> None:
-    """model: where the demo checkpoint is copied, to be damaged. taken: a port."""
+    """Run a fault. model: where the demo checkpoint is copied, to be damaged. taken: a port."""
     shutil.copytree(resolve_model("demo"), model, ignore=shutil.ignore_patterns("__pycache__"))
     fault.damage(model)
     arguments = [argument.format(model=model, port=taken) for argument in fault.arguments]

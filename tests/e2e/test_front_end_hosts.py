@@ -148,7 +148,7 @@ def test_an_upgrade_replaces_the_front_ends_of_all_hosts(fleet: Fleet) -> None:
 
 
 def read_stream(url: str, num_tokens: int) -> subprocess.Popen[str]:
-    """A client whose stream has begun."""
+    """Start a client, and wait until its stream has begun."""
     body = {"model": "demo", "prompt": "a", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     code = (
         "import sys, urllib.request as u\n"

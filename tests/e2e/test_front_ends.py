@@ -119,7 +119,7 @@ def test_what_is_stored_is_there_in_every_front_end(fleet: Daemon) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 def test_adapters_come_and_go_in_all_front_ends_at_once(tmp_path: Path) -> None:
     directory = make_adapter(resolve_model("demo"), tmp_path / "first", seed=1, scale=0.1).directory
     options = ("--front-ends", "3", "--enable-lora", "--api-key", KEY, "--kv-cache-memory", "16MiB")

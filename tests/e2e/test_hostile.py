@@ -22,7 +22,7 @@ from support.hostile_grammars import grammar_cases, tool_cases
 from support.tools import TEMPLATE
 
 SECONDS = 20.0  # time for an answer: nothing hangs, however busy the machine is
-GAP_SECONDS = 0.25  # 99 % of a stream's gaps are shorter
+GAP_SECONDS = 0.25  # limit for 99 % of a stream's gaps
 GROWTH_BYTES = 400 * 2**20  # memory of the server process, with two bodies of 16 MiB in progress and their results
 
 
@@ -39,7 +39,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def answer(address: tuple[str, int], case: Case) -> tuple[int, bytes, float]:
-    """(status, body, seconds)."""
+    """Send a request. Returns (status, body, seconds)."""
     lines = [f"{case.method} {case.path} HTTP/1.1", "Host: x", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in case.headers]
     if not any(name == "Content-Length" for name, _ in case.headers):
@@ -100,7 +100,7 @@ class Canary(threading.Thread):
 
 
 def is_an_error(path: str, body: dict[str, Any]) -> bool:
-    """Whether a body has the error format that clients of this path read."""
+    """Return whether a body has the error format that clients of this path read."""
     if path.startswith("/v1/messages"):
         return set(body) == {"type", "error", "request_id"} and set(body["error"]) == {"type", "message"}
     return set(body["error"]) == {"message", "type", "param", "code"}

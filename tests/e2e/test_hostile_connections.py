@@ -1,4 +1,4 @@
-"""Clients that misuse a connection: long headers, silence, answers that are not read; and TLS, on a real socket."""
+"""Clients that misuse a connection: long headers, silence, unread answers; and TLS, on a real socket."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
 def refusal(answer: bytes) -> tuple[int, str | None]:
-    """(status, code) of an answer in the shape of all errors."""
+    """Return (status, code) of an answer in the common error format."""
     head, _, body = answer.partition(b"\r\n\r\n")
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -164,7 +164,7 @@ def test_trailers_count_as_header(strict: Daemon) -> None:
 def test_the_answer_to_an_enormous_body_is_read(strict: Daemon, close: bytes) -> None:
     with connect(strict) as client:
         client.sendall(POST + close + b"Content-Length: 100000000\r\n\r\n")
-        client.sendall(b"x" * 100_000_000)  # all of it, before the answer is looked at
+        client.sendall(b"x" * 100_000_000)  # all of it, before reading the answer
         answer = client.recv(65536)
         assert refusal(answer) == (413, "body_too_large")
 
@@ -211,7 +211,7 @@ def test_a_client_that_does_not_read_is_let_go_and_costs_little(strict: Daemon) 
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """(key, certificate) for 127.0.0.1, signed by itself."""
+    """Return (key, certificate) for 127.0.0.1, self-signed."""
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=127.0.0.1"]
@@ -229,7 +229,7 @@ def test_https(certificate: tuple[Path, Path]) -> None:
         request = urllib.request.Request(url + "/v1/completions", body)
         with urllib.request.urlopen(request, timeout=30, context=trusting) as answer:
             assert answer.read().endswith(b"data: [DONE]\n\n")
-        with pytest.raises(OSError):  # not without TLS
+        with pytest.raises(OSError):  # fails without TLS
             urllib.request.urlopen("http" + url.removeprefix("https") + "/health", timeout=10)
     key.write_text("not a key")
     with Daemon("demo", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert)) as daemon:

@@ -92,7 +92,7 @@ def test_logprobs(client: OpenAI) -> None:
 
 
 def test_echo_scores_a_prompt_as_generation_does(client: OpenAI) -> None:
-    """What lm-eval's local-completions sends."""
+    """The request is that of lm-eval's local-completions."""
     generated = complete(client, max_tokens=8, logprobs=1, extra_body={"return_token_ids": True}).choices[0]
     ids = generated.model_extra["prompt_token_ids"] + generated.model_extra["token_ids"]
     body = {"prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 1, "seed": 1234}
@@ -171,7 +171,7 @@ def test_metrics_count_what_usage_says(client: OpenAI, server: Daemon) -> None:
 
 
 def sample(server: Daemon, name: str, label: str = "") -> float:
-    """One sample of /metrics."""
+    """Return one sample of /metrics."""
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
     (line,) = [line for line in lines if line.startswith(f"serve_llm_{name}{{") and label in line]
@@ -187,7 +187,7 @@ def aborted(server: Daemon) -> float:
 
 
 def until_idle(server: Daemon) -> None:
-    """Each question is a round trip, so this waits without sleeping."""
+    """Wait until the server is idle. Each query is a round trip, so this waits without sleeping."""
     deadline = time.monotonic() + 20
     while running(server) + sample(server, "num_requests_waiting"):
         assert time.monotonic() < deadline, "requests are still open"

@@ -20,7 +20,7 @@ SMALL = ("--kv-cache-memory", "64MiB", "--max-restarts", "100", "--served-model-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the demo model's tokens."""
+    """Return a random model with the demo model's tokens."""
     path = tmp_path_factory.mktemp("hybrid")
     demo = resolve_model("demo")
     sizes = json.loads((demo / "config.json").read_text())

@@ -1,5 +1,5 @@
-"""LiteLLM as a proxy in front of the server; skipped unless the extra `clients` is installed. The server knows each
-provider of LiteLLM by another of its routes."""
+"""LiteLLM as a proxy in front of the server; skipped unless the extra `clients` is installed. Each of LiteLLM's
+providers uses another of the server's routes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.tools import write_files
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 START_SECONDS = 120
 KEY = f"sk-{secrets.token_hex(24)}"
-SCHEMA: Any = {  # of a tool, LiteLLM drops additionalProperties in front of hosted_vllm
+SCHEMA: Any = {  # in a tool's schema, LiteLLM drops additionalProperties for hosted_vllm
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}},
     "required": ["city"],
@@ -39,7 +39,7 @@ each_provider = pytest.mark.parametrize("provider", PROVIDERS)
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if None in (find_spec("litellm"), find_spec("apscheduler")):  # an import would ask the network for prices
+    if None in (find_spec("litellm"), find_spec("apscheduler")):  # an import would fetch prices over the network
         pytest.skip("LiteLLM is not installed, or without its proxy")
     folder = tmp_path_factory.mktemp("proxy")
     template = write_files(folder)["--chat-template"]
@@ -70,7 +70,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def _wait_until_serving(process: subprocess.Popen[bytes], url: str, log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
-    with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:  # with a growing pause after each
+    with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:  # with increasing pauses
         while time.monotonic() < deadline:
             assert process.poll() is None, log.read_text()[-4000:]
             try:

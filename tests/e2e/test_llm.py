@@ -1,4 +1,4 @@
-"""The offline class, as the README shows it, against a real engine process."""
+"""The offline class, as in the README, with a real engine process."""
 
 from __future__ import annotations
 

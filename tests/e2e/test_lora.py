@@ -22,7 +22,7 @@ from support.speculation import NGRAM
 from support.streams import Streams, chats, mixed
 from support.tools import write_files
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 SMALL = ("--kv-cache-memory", "64MiB", "--max-restarts", "100", "--enable-lora")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n"]
@@ -30,7 +30,7 @@ PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import o
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Directories of two adapters of the demo model."""
+    """Return the directories of two adapters of the demo model."""
     root = tmp_path_factory.mktemp("adapters")
     names = ["first", "second"]
     return [make_adapter(resolve_model("demo"), root / name, seed=len(name), scale=0.1).directory for name in names]
@@ -76,7 +76,7 @@ def test_vectors_offline(adapters: list[str]) -> None:
 
 
 def with_models(names: list[str | None]) -> list[dict[str, object]]:
-    """Requests of all kinds, each with one of the models in turn."""
+    """Return requests of all kinds, which use the models in turn."""
     bodies = mixed(12)
     return [body | {"model": names[number % len(names)]} for number, body in enumerate(bodies)]
 
@@ -106,7 +106,7 @@ def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_pat
 @pytest.mark.pairs("LoRA + tools", "LoRA + DP", "tools + int8", "tools + logprobs", "int8 + DP", "int8 + replay")
 @pytest.mark.slow
 def test_two_engines_with_drafts_one_of_which_is_killed(adapters: list[str], tmp_path: Path) -> None:
-    """Tool calls, grammars, choices and log-probabilities, each with the base model or an adapter."""
+    """Tool calls, grammars, choices and logprobs, each with the base model or an adapter."""
     names: list[str | None] = [None, "a", "b"]
     talks = [body | {"model": names[number % 3], "logprobs": True} for number, body in enumerate(chats(4))]
     bodies = [*with_models(names), *talks]

@@ -36,13 +36,13 @@ for line in urllib.request.urlopen(request, timeout=120):
 
 
 def node_on(machines: Machines, number: int, *options: str, rank: int) -> Daemon:
-    """Start a node of two; node 0 is on the first machine."""
+    """Start one of two nodes; node 0 is on the first machine."""
     network = ("--nnodes", "2", "--master-addr", f"{machines[0].address}:{PORT}", "--node-rank", str(rank))
     return Daemon(*options, *network, environ={"SERVE_LLM_CLUSTER_SECRET": "s3cret"}, machine=machines[number])
 
 
 def on_machines(machines: Machines, stack: ExitStack, *options: str) -> tuple[Daemon, Daemon, str]:
-    """Start node 0 and 1 on the first two machines. Yields them and the URL once they serve."""
+    """Start nodes 0 and 1 on the first two machines. Yields them and the URL once they serve."""
     master = stack.enter_context(node_on(machines, 0, "demo", *SMALL, *options, "--host", "0.0.0.0", rank=0))
     follower = stack.enter_context(node_on(machines, 1, rank=1))
     url = master.wait_until_serving().replace("0.0.0.0", machines[0].address)
@@ -60,7 +60,7 @@ def test_two_machines_serve_a_third_and_a_power_cut_is_named(continuations: list
         machines[1].power_off()
         began = time.monotonic()
         assert master.wait(LIMIT) == EngineError.exit_code
-        assert time.monotonic() - began < 30  # 4 s of silence, and some more on a busy machine
+        assert time.monotonic() - began < 30  # 4 s of silence, plus a busy machine's delay
         assert re.search(
             r"^serve-llm: rank 2 \(node 1, host host1 at 10\.77\.0\.2, pid \d+\) died in a step by loss of its node",
             master.log[-1],

@@ -23,7 +23,7 @@ from support.nodes import LIMIT, PROMPTS, SMALL, body
 from support.ray_machines import serve_on, short_folder, start_ray
 from support.ray_nodes import skip_without_ray
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 
 PORT = 29700
 ASK = """
@@ -40,7 +40,7 @@ ASKED = ["a", "demo", "b", "a"]  # with one slot, both adapters are sent, and on
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the adapters a and b of the demo model."""
+    """Return a folder with the adapters a and b of the demo model."""
     root = tmp_path_factory.mktemp("adapters")
     for number, name in enumerate("ab"):
         make_adapter(resolve_model("demo"), root / name, seed=number, scale=0.1, use_dora=name == "b")
@@ -49,7 +49,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(adapters: Path) -> list[list[str]]:
-    """What one process answers to `ASKED`."""
+    """Return the answers of one process to `ASKED`."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with LLM("demo", enable_lora=True, dtype="float32", kv_cache_memory="32MiB", device="cpu") as llm:
         chosen = [None if name == "demo" else LoRARequest(name, str(adapters / name)) for name in ASKED]
@@ -61,7 +61,7 @@ def expected(adapters: Path) -> list[list[str]]:
 
 @pytest.fixture
 def private() -> Iterator[Path]:
-    """A folder that is private to each machine."""
+    """Create a folder that is private to each machine."""
     with tempfile.TemporaryDirectory(prefix="serve-llm-adapters-", dir="/tmp") as name:
         yield Path(name)
 

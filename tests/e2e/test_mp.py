@@ -1,6 +1,6 @@
 """Ranks as processes of this host: same tokens as one rank, and what happens when a process dies.
 
-All time-outs are at least a minute, and tests look only at their own processes and files: the machine may be busy.
+All timeouts are at least a minute, and tests look only at their own processes and files: the machine may be busy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from support.resolved import resolve_all
 from support.tiny import make_checkpoint, make_tokenizer
 
 IDLE_SECONDS = 3.0
-LIMIT = 300.0  # seconds; more than anything here takes on a busy machine
+LIMIT = 300.0  # seconds; more than any test takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "16MiB")
 ONCE = ("--max-restarts", "0")
@@ -44,7 +44,7 @@ WHO = r"rank \d \(host \S+, pid \d+\)"
 
 
 def complete(url: str, model: str) -> list[str]:
-    """Greedy continuations of all prompts, at once."""
+    """Return greedy continuations of all prompts, requested at once."""
     body = {"model": model, "prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -69,7 +69,7 @@ def gone(pids: Sequence[int]) -> bool:
 
 
 def thread_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
-    """Return the CPU seconds of each thread so far, in nanoseconds, while /proc/PID/stat counts in units of 10 ms."""
+    """Return the CPU nanoseconds of each thread so far; /proc/PID/stat only counts in units of 10 ms."""
     files = [path for process in processes for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
     return {str(path): int(path.read_text().split()[0]) / 1e9 for path in files}
 
@@ -239,7 +239,7 @@ def test_no_rank_outlives_the_process_that_started_it(victim: str) -> None:
 
 
 def build(options: dict[str, object], worker_group: WorkerGroup | None = None) -> mp.MpExecutor:
-    """An executor of the demo model in this process."""
+    """Build an executor of the demo model in this process."""
     directory = resolve_model("demo", None, None, weights=True)
     small = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "16MiB"}
     chosen = make_options("demo", **(small | options))
@@ -278,7 +278,7 @@ def test_a_ranks_exception_names_it_and_stays_the_answer() -> None:
 
 @pytest.mark.slow
 def test_a_silent_rank_is_named() -> None:
-    executor = build({"tensor_parallel_size": 2, "step_timeout": 0.5})  # a stopped rank stays silent for any time limit
+    executor = build({"tensor_parallel_size": 2, "step_timeout": 0.5})  # a stopped rank exceeds any time limit
     with contextlib.closing(executor):
         pids = pids_of(executor)
         os.kill(pids[1], signal.SIGSTOP)

@@ -104,7 +104,7 @@ def test_a_tensor_group_over_hosts_follower_last_and_who_is_refused(continuation
             with node:
                 assert node.wait(LIMIT) == OptionError.exit_code
                 assert re.search(why, node.log[-1]) and node.log[-1].startswith("serve-llm: ")
-        follower = stack.enter_context(hosts.node(1, "demo", *SMALL, "-tp", "4"))  # the same words may be said here
+        follower = stack.enter_context(hosts.node(1, "demo", *SMALL, "-tp", "4"))  # may log the same words
         url = master.wait_until_serving()
         with hosts.node(1) as second:
             assert second.wait(LIMIT) == OptionError.exit_code
@@ -204,7 +204,8 @@ def test_no_follower_outlives_node_0(victim: str) -> None:
 
 @pytest.mark.slow
 def test_signals_of_a_follower() -> None:
-    """Before node 0 is there, one signal ends it; when it serves, the first leaves it time, the second does not."""
+    """Before node 0 is up, one signal ends the follower; while it serves, the first signal lets it drain, the second
+    does not."""
     with Hosts().node(1) as alone:
         alone.wait_until_logged("Waiting for node 0")
         alone.signal(signal.SIGTERM)
@@ -219,7 +220,7 @@ def test_signals_of_a_follower() -> None:
 
 
 def two_models(folder: Path) -> tuple[Path, Path]:
-    """Folders on two hosts in which ./model differs: the second one was trained further."""
+    """Return folders on two hosts in which ./model differs: the second one was trained further."""
     for name in ("first", "second"):
         make_tokenizer(folder / name / "model", make_checkpoint(folder / name / "model", "llama"))
     weights = folder / "second/model/model.safetensors"

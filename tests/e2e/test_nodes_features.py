@@ -20,7 +20,7 @@ from support.tools import write_files
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # PEFT's
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # from PEFT
 ]
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, item):\n"
 GREEDY = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -44,7 +44,7 @@ def post(url: str, path: str, body: object) -> object:
 
 
 def drop_ids(answer: object) -> object:
-    """Without the ids of calls, which are random."""
+    """Drop the ids of calls, which are random."""
     if isinstance(answer, list):
         return [drop_ids(item) for item in answer]
     if isinstance(answer, dict):

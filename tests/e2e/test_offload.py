@@ -43,7 +43,7 @@ def hits_on_disk(daemon: Daemon) -> float:
 def wait_until_open(daemon: Daemon, num_engines: int) -> None:
     while sum(OPENED.search(line) is not None for line in daemon.log) < num_engines:
         assert daemon.process.poll() is None, daemon.log
-        time.sleep(0.05)  # between looks
+        time.sleep(0.05)  # polling interval
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ OPTIONS = ("--max-num-seqs", "4", "--max-queue", "16", "--api-key", "heavy", "--
 
 
 def complete(url: str, key: str, number: int, headers: dict[str, str] | None = None) -> tuple[int, dict[str, str]]:
-    """(status, headers) of a request for 60 tokens."""
+    """Request 60 tokens. Returns (status, headers)."""
     body = json.dumps({"prompt": [300 + number % 3000] * 40, "max_tokens": 60, "ignore_eos": True}).encode()
     request = urllib.request.Request(
         url + "/v1/completions", body, {"Authorization": f"Bearer {key}"} | (headers or {})

@@ -40,7 +40,7 @@ def test_it_takes_neither_torch_nor_a_second() -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert "CPU KV cache size" in done.stdout
-    assert after.ru_utime - before.ru_utime < 1.0  # of the processor: what a busy machine does not change
+    assert after.ru_utime - before.ru_utime < 1.0  # CPU time, which a busy machine does not change
 
 
 @pytest.mark.parametrize(("command", "output"), EXAMPLES)
@@ -142,7 +142,7 @@ def test_a_daemon_says_the_same(options: str) -> None:
     text = run("demo", "--device", "cpu", *given).stdout.splitlines()
     with Daemon("demo", "--device", "cpu", *given) as daemon:
         url = daemon.wait_until_serving()
-        log = {re.sub(r"^.*?\] (engine \d: )?", "", line) for line in daemon.log}  # several engines say the same
+        log = {re.sub(r"^.*?\] (engine \d: )?", "", line) for line in daemon.log}  # several engines log the same
         with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
             metrics = answer.read().decode()
     said = [line for line in log if "KV cache size" in line or "Maximum concurrency" in line]

@@ -28,7 +28,7 @@ from support.ray_nodes import RayNodes, environment, skip_without_ray
 from support.streams import Streams, mixed
 from support.tiny import make_checkpoint, make_tokenizer
 
-LIMIT = 180.0  # seconds; more than anything here takes on a busy machine
+LIMIT = 180.0  # seconds; more than any test takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "16MiB", "--device", "cpu")
 ONCE = ("--max-restarts", "0")
@@ -44,7 +44,8 @@ def folder() -> Iterator[Path]:
 
 
 def complete(url: str, model: str) -> list[str]:
-    """Greedy continuations of all prompts, at once; then with a grammar that forces most of the text."""
+    """Return greedy continuations of all prompts, requested at once; then with a grammar that forces most of the
+    text."""
     texts = []
     for body in (BODY, BODY | FORCED | {"ignore_eos": False}):
         request = urllib.request.Request(
@@ -57,7 +58,7 @@ def complete(url: str, model: str) -> list[str]:
 
 
 def of_one_rank(model: str) -> list[str]:
-    """The texts of `PROMPTS`, then those with forced tokens, from a single rank."""
+    """Return the texts of `PROMPTS`, then those with forced tokens, from a single rank."""
     with Daemon(model, *SMALL) as daemon:
         return complete(daemon.wait_until_serving(), model)
 
@@ -149,14 +150,14 @@ def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> Non
         assert nodes.ask("groups") == []
         code, log = run("demo", *SMALL, *RAY, "-tp", "5", environ=nodes.environ)
         assert code == CapacityError.exit_code and "5 ranks need 5 CPUs, but the Ray cluster has 4" in log
-        # A cluster with GPUs is asked for them, wherever the engine runs.
+        # Ranks request GPUs from a cluster that has them, wherever the engine runs.
         code, log = run("demo", *RAY, "-tp", "2", "-pp", "2", environ=nodes.environ)
         assert re.search(r"Ray places ranks 0-1 on [\d.]+, ranks 2-3 on [\d.]+, one GPU each", log)
         assert code == CapacityError.exit_code
         assert re.search(
             r"serve-llm: rank \d \(node [\d.]+, pid \d+\) failed .*: torch finds no GPU", log.splitlines()[-1]
         )
-        # The first group fits a node, the second is what is left.
+        # The first group fits on a node; the second uses the rest.
         with Daemon("demo", *SMALL, *RAY, *ONCE, "-tp", "3", environ=nodes.environ) as daemon:
             assert complete(daemon.wait_until_serving(), "demo") == expected
             assert sum("it is spread over" in line for line in daemon.log) == 1
@@ -229,8 +230,8 @@ for line in urllib.request.urlopen(request):
 def test_two_nodes_serve_and_a_node_that_is_gone_is_named(
     tmp_path: Path, folder: Path, num_cpus: Sequence[int], engine: int, first: int, last: int
 ) -> None:
-    """num_cpus: of each node, the head first. engine: the node on which it runs. first, last: those of the two stages.
-    The client's machine is no part of the cluster."""
+    """num_cpus: of each node, the head first. engine: the node on which it runs. first, last: the nodes of the two
+    stages. The client's machine is not part of the cluster."""
     skip_without_ray()
     expected = of_one_rank("demo")
     log = tmp_path / "log"
@@ -300,7 +301,7 @@ def test_hosts_with_several_addresses(folder: Path) -> None:
         assert daemon.poll() is None, log.read_text()
         connections = right.run("ss", "--tcp", "--numeric", "--no-header", "state", "established").stdout
         ours = re.findall(r"10\.78\.0\.2:\d+ +10\.78\.0\.1:\d+", connections)
-        assert len(ours) >= 4, connections  # for each rank control and the sign of life
+        assert len(ours) >= 4, connections  # control and heartbeat of each rank
         head.signal(daemon, signal.SIGTERM)
         assert daemon.wait(LIMIT) == 0, log.read_text()
 

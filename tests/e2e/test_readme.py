@@ -1,5 +1,5 @@
-"""What the README shows is what happens: its curl lines and its Python run as written, except for the port. So do the
-examples of the API's pages, with the answers that they show."""
+"""The README is accurate: its curl lines and its Python run as written, except for the port. So do the examples of the
+API's pages, with the answers that they show."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_examples_are_found() -> None:
 
 
 def _find_members(text: str) -> dict[str, list[str]]:
-    """The values of each key that are numbers or strings."""
+    """Return the values of each key that are numbers or strings."""
     members: dict[str, list[str]] = {}
     for key, value in re.findall(r'"(\w+)":\s*("[^"]*"|[\d.]+)?', text):
         members.setdefault(key, []).append(value)

@@ -23,7 +23,7 @@ def scale(daemon: Daemon, *arguments: str, key: str = KEY) -> subprocess.Complet
 
 
 def read_metric(daemon: Daemon, name: str) -> dict[str, float]:
-    """Samples of one metric, by their labels."""
+    """Return the samples of one metric, by their labels."""
     request = urllib.request.Request(daemon.url + "/metrics", headers=HEADERS)
     with urllib.request.urlopen(request, timeout=10) as answer:
         lines = answer.read().decode().splitlines()

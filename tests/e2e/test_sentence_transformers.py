@@ -1,4 +1,4 @@
-"""Vectors of checkpoints that sentence-transformers saved, against its own."""
+"""Vectors of checkpoints saved by sentence-transformers, compared with its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_llm import LLM
 from support.pooled import make_pooled_checkpoint
 from support.tiny import SPECIAL_TOKENS, make_tokenizer
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # those of sentence-transformers
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # from sentence-transformers
 TEXTS = ["the quick brown fox", "The River", "a", "a house on the hill, where words are written"]
 
 
@@ -20,7 +20,7 @@ def make_model(directory: Path, architecture: str) -> None:
     make_tokenizer(directory, make_pooled_checkpoint(directory, architecture, std=0.1))
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"pad_token": SPECIAL_TOKENS[0]}
-    del settings["chat_template"]  # else sentence-transformers makes a message of each text
+    del settings["chat_template"]  # otherwise sentence-transformers makes a message of each text
     path.write_text(json.dumps(settings))
 
 

@@ -1,4 +1,5 @@
-"""Rounds of 64 streams, a random half of which is cut at a random moment: no resources stay held, and nothing grows."""
+"""Rounds of 64 streams, a random half of which is cut at a random moment: no resources are leaked, and nothing
+grows."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_rounds_of_streams_leave_nothing_behind() -> None:
 def test_every_child_ends_with_the_daemon_however_it_ends() -> None:
     with Daemon("demo") as daemon:
         daemon.wait_until_serving()
-        large = json.dumps({"prompt": "word " * 3000}).encode()  # is read by a separate process
+        large = json.dumps({"prompt": "word " * 3000}).encode()  # a separate process reads it
         urllib.request.urlopen(daemon.url + "/tokenize", large, timeout=30).close()
         children = psutil.Process(daemon.process.pid).children(recursive=True)
         assert len(children) >= 2

@@ -68,7 +68,7 @@ def write_requests(path: Path, num_lines: int, max_tokens: int) -> None:
 
 
 def create_batch(client: OpenAI, path: Path) -> str:
-    """The batch's id."""
+    """Create a batch. Returns its id."""
     file = client.files.create(file=path, purpose="batch", expires_after={"anchor": "created_at", "seconds": 86400})
     assert file.expires_at == file.created_at + 86400
     batch = client.batches.create(
@@ -115,7 +115,7 @@ def test_killed_servers_lose_and_double_no_line(tmp_path: Path, options: list[st
 
 @pytest.mark.long
 def test_ten_thousand_lines_and_five_kills(tmp_path: Path, options: list[str]) -> None:
-    """Every line is once in the output or among the errors, whenever the server dies."""
+    """Every line is once in the output or among the errors, whenever the server is killed."""
     num_lines, num_kills = 10_000, 5
     path = tmp_path / "in.jsonl"
     write_requests(path, num_lines, 4)

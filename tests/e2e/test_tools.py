@@ -35,7 +35,7 @@ class get_weather(BaseModel):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Options for the demo model: a template that shows tools, and a dialect."""
+    """Return options for the demo model: a template that shows tools, and a dialect."""
     options = write_files(tmp_path_factory.mktemp("tools"))
     return {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
 

@@ -47,7 +47,7 @@ def complete_and_kill(daemon: Daemon) -> int:
 
 
 def read_file(path: Path) -> list[dict[str, Any]]:
-    """The spans of a file that OpenTelemetry's exporter has written, with their attributes as a dict."""
+    """Return the spans of a file that OpenTelemetry's exporter has written, with their attributes as a dict."""
     spans = []
     for line in path.read_text().splitlines():
         for resource in json.loads(line)["resourceSpans"]:

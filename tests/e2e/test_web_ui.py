@@ -1,4 +1,4 @@
-"""The page at `/` in a browser, on an engine that the test steps, or with scripted answers."""
+"""The page at `/` in a browser, with an engine that the test steps, or with scripted answers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_wrong_key_and_none(server: PageServer, browser: Any) -> None:
     expect(page.get_by_role("alert")).to_be_visible()
     expect(page.get_by_label("API key")).to_be_focused()
 
-    # A server without keys answers anyone, so there is nothing to enter.
+    # A server without keys answers everyone, so there is nothing to enter.
     page.evaluate("sessionStorage.clear()")
 
     def add_key(route: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_chat_streams_stops_and_goes_on(server: PageServer, page: Any) -> None
     assert (sampling.temperature, sampling.max_tokens) == (0.25, 200)
     assert "Be brief." in server.read_prompt()
 
-    # The next question comes after the first and its answer.
+    # The next question follows the first and its answer.
     page.get_by_label("Max tokens").fill("5")
     message.fill("second question")
     send.click()
@@ -128,7 +128,7 @@ def test_a_chat_streams_stops_and_goes_on(server: PageServer, page: Any) -> None
     prompt = server.read_prompt()
     assert prompt.index("first question") < prompt.index("onerror") < prompt.index("second question")
 
-    # The first question is edited: what came after it is gone. Its answer is made anew.
+    # Editing the first question removes what followed it and generates a new answer.
     page.get_by_role("button", name="Edit").first.click()
     page.get_by_label("Edited message").fill("other question")
     page.get_by_role("button", name="Send again").click()
@@ -142,7 +142,7 @@ def test_a_chat_streams_stops_and_goes_on(server: PageServer, page: Any) -> None
             page.get_by_role("button", name="Regenerate").click()
     expect(conversation.locator("article")).to_have_count(2)
 
-    # If the server refuses to answer again, or to answer an edited message, the conversation stays as it was.
+    # If the server refuses to regenerate an answer, or to answer an edited message, the conversation stays unchanged.
     page.get_by_label("Max tokens").fill("100000")
     before = conversation.inner_text()
     page.get_by_role("button", name="Regenerate").click()
@@ -179,7 +179,7 @@ def test_an_answer_survives_the_crash_of_its_engine(server: PageServer, page: An
     server.step(8)
     expect(page.get_by_role("log", name="Conversation")).to_contain_text("12 tokens")
 
-    # The state of the server shows it, and where the ranks are.
+    # The state of the server shows the error, and where the ranks are.
     page.get_by_role("tab", name="Status").click()
     expect(page.get_by_role("region", name="Restarts")).to_contain_text("killed by signal 9")
     engines = page.get_by_role("region", name="Engines and ranks")

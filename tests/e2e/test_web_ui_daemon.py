@@ -1,4 +1,4 @@
-"""The page at `/` in a browser, on a real daemon with the demo model, whose engine is killed."""
+"""The page at `/` in a browser, with a real daemon serving the demo model, whose engine is killed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the packag
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
 expect = playwright.expect
 
-MILLISECONDS = 180_000  # in which an engine starts on a busy machine
-NUM_TOKENS = 600  # an answer of several seconds
+MILLISECONDS = 180_000  # enough for an engine to start on a busy machine
+NUM_TOKENS = 600  # an answer that takes several seconds
 MAX_ATTACK_CHARS = 100
 ATTACKS = [*HTML, *(f"[x]({address})" for address in SCRIPT_ADDRESSES), *SHAPES]
 ATTACK_TEXT = "\n\n".join(one for one in ATTACKS if one.isprintable() and len(one) <= MAX_ATTACK_CHARS)
@@ -69,7 +69,7 @@ def add_to_requests(page: Any, **fields: object) -> None:
 
 
 def ask(page: Any, text: str, max_tokens: int) -> Any:
-    """Send a message. Returns the place of the answer."""
+    """Send a message. Returns the location of the answer."""
     page.get_by_role("button", name="New chat").click()
     page.get_by_label("Max tokens").fill(str(max_tokens))
     page.get_by_label("Message", exact=True).fill(text)

@@ -1,4 +1,4 @@
-"""The status view of the page at `/` in a browser, on an engine that the test steps."""
+"""The status view of the page at `/` in a browser, with an engine that the test steps."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_engines_queue_and_front_ends(page: Any) -> None:
         page.emulate_media(color_scheme=scheme)
         assert find_serious(page) == [], scheme
 
-    # What does not change is not drawn anew; what does, is.
+    # Only parts that change are redrawn.
     page.evaluate("document.querySelector('#engines .engine').dataset.seen = 'yes'")
     drawn = len(answers)
 

@@ -41,7 +41,7 @@ from report import Row, read_rows, table
 from results import Attempt, Run, merge_runs, newest_attempts, read_runs, unfinished, write_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE = Path("/dev/nvidiactl")  # which the driver makes
+DEVICE = Path("/dev/nvidiactl")  # created by the driver
 RESULTS = ROOT / "tests" / "gpu" / "results.json"
 SECONDS = {  # time limit of each part, in order of worth
     "machine": 30,
@@ -69,7 +69,7 @@ SECONDS = {  # time limit of each part, in order of worth
     "invariance": 60,
     "peer": 60,
 }
-# These measure nothing, and compilers take most of their time.
+# These measure nothing; compilers take most of their time.
 AT_ONCE = {"kernels", "attention_kernels", "engine", "ranks"}
 TOTAL_SECONDS = 475  # seconds of a run, by default
 REHEARSAL = 6  # factor on limits without a GPU, beside other work
@@ -126,8 +126,8 @@ def run_part(name: str, environ: dict[str, str], folder: Path, seconds: float, r
 
 
 def next_parts(left: Sequence[str], seconds: float) -> list[str]:
-    """Return what to run now in this many seconds: the first part that fits, with all that run beside it. Empty if none
-    fits."""
+    """Return what to run next in this many seconds: the first part that fits, and the parts that run alongside. Empty
+    if none fits."""
     fitting = [name for name in left if SECONDS[name] <= seconds]
     if not fitting:
         return []
@@ -138,7 +138,7 @@ def next_parts(left: Sequence[str], seconds: float) -> list[str]:
 def run_parts(
     names: Iterable[str], deadline: float, scale: float, run: Callable[[str], Attempt]
 ) -> Iterator[dict[str, Attempt]]:
-    """Run the parts that fit until the deadline, with limits multiplied by `scale`; yields as each group ends."""
+    """Run the parts that fit before the deadline, with limits multiplied by `scale`; yields as each group ends."""
     left = list(names)
     while now := next_parts(left, (deadline - time.monotonic()) / scale):
         with ThreadPoolExecutor(len(now)) as pool:

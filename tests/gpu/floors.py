@@ -1,5 +1,5 @@
-"""The shapes that the GPU check measures, their steps, and lower bounds for the times of these. A single place for the
-parts of the check and for the predictions in docs/gpu.md, so that both count the same bytes and operations."""
+"""The shapes that the GPU check measures, their steps, and lower bounds for the times of the steps. Shared by the parts
+of the check and the predictions in docs/gpu.md, so that both count the same bytes and operations."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def arrivals(batch: int = 64, context: int = CONTEXT, arriving: int = ARRIVING) 
 
 
 def floor_seconds(spec: ModelSpec, chunks: Chunks, limits: Limits = H200) -> float:
-    """Return the lower bound for the time of one step: see `bench.roofline`. Products in 8-bit floats run at up to
-    twice the rate."""
+    """Return the lower bound for the time of one step: see `bench.roofline`. fp8 products run at up to twice the
+    rate."""
     parts = step_work(spec, chunks).parts
     if spec.fp8:
         read, done = parts["linear"]

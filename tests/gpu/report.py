@@ -15,7 +15,7 @@ class Row:
     value: object  # a number, or text
     unit: str = ""
     aim: float | None = None
-    passed: bool | None = None  # the limit of a check; None: a measurement
+    passed: bool | None = None  # whether a check was within its limit; None: a measurement
 
     def plain(self) -> dict[str, object]:
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}

@@ -2,7 +2,7 @@
 
     python3 tests/gpu/wheels.py        where there is an index: fills .whl/ at the root of the tree
 
-For Python 3.12 on x86-64. Packages that the machine has anyway (`PRESENT`) are left out.
+For Python 3.12 on x86-64. Packages that the machine has anyway (`PRESENT`) are excluded.
 """
 
 from __future__ import annotations

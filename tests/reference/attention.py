@@ -65,7 +65,7 @@ def paged_attention(
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """(tokens, kv_heads, head_dim) -> rows of an int8 cache, (tokens, kv_heads, head_dim + 4) int8."""
+    """Quantise (tokens, kv_heads, head_dim) to rows of an int8 cache, (tokens, kv_heads, head_dim + 4) int8."""
     rows = torch.empty((*x.shape[:2], x.shape[2] + 4), dtype=torch.int8)
     for token in range(x.shape[0]):
         for head in range(x.shape[1]):
@@ -78,7 +78,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _exact(rows: Tensor) -> Tensor:
-    """What the rows (kv_heads, seen, ...) of a cache stand for: (kv_heads, seen, head_dim) float64."""
+    """Dequantise the rows (kv_heads, seen, ...) of a cache: (kv_heads, seen, head_dim) float64."""
     if rows.dtype != torch.int8:
         return rows.double()
     scale = rows[..., -4:].contiguous().view(torch.float32)

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rope as Llama's. x: (tokens, heads, head_dim), at positions 0, 1, ..."""
+    """Apply RoPE as in Llama. x: (tokens, heads, head_dim), at positions 0, 1, ..."""
     half = x.shape[-1] // 2
     frequencies = base ** (-torch.arange(half) / half)
     angles = torch.arange(len(x))[:, None, None] * frequencies

@@ -16,8 +16,8 @@ def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Call
             y = torch.zeros(len(x), len(weight))
         else:
             largest = x.float().abs().amax(1, keepdim=True).clamp_min(1e-30)
-            numbers = (x.float() * (127.0 / largest) + 128.5).floor() - 128.0  # whole, -127 to 127
-            sums = numbers.double() @ weight.double().T  # whole numbers: exact
+            numbers = (x.float() * (127.0 / largest) + 128.5).floor() - 128.0  # integers from -127 to 127
+            sums = numbers.double() @ weight.double().T  # sums of integers: exact
             y = sums.float() * scale.T * (largest / 127.0)
         return (y if bias is None else y + bias).to(x.dtype)
 

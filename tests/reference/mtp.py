@@ -18,14 +18,14 @@ from reference.eagle3 import rms_norm
 
 class MTPLayer:
     def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        """model: by transformers, with the MTP layer as its last layer. tensors: what the layer has beside that."""
+        """model: from transformers, with the MTP layer as its last layer. tensors: the layer's other tensors."""
         self.tensors = dict(tensors)
         self.eps = float(model.config.rms_norm_eps)
         self.model = model
         self._body = model.model
 
     def states(self, ids: Sequence[int]) -> Tensor:
-        """(tokens, hidden_size): hidden states of the served model after its final norm."""
+        """Return the hidden states of the served model after its final norm: (tokens, hidden_size)."""
         hidden = self._body.embed_tokens(torch.tensor([list(ids)]))
         for layer in self._body.layers[:-1]:
             hidden = self._run(layer, hidden)

@@ -30,5 +30,5 @@ def write_adapter(directory: Path, layers: Mapping[str, tuple[int, int]], rank: 
 
 
 def describe(directory: Path, name: str = "") -> Adapter:
-    """The adapter in a directory, as the server registers it."""
+    """Describe the adapter in a directory, as the server registers it."""
     return Adapter(name or directory.name, str(directory), compute_digest(directory))

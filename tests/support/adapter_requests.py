@@ -19,7 +19,7 @@ NUM_TOKENS = 6
 
 @lru_cache(maxsize=1)
 def llama(root: Path) -> tuple[Path, list[Adapter | None]]:
-    """A checkpoint, and no adapter or one of four with different ranks, the last one with DoRA."""
+    """Write a checkpoint. Returns it; no adapter and four with different ranks, the last one with DoRA."""
     checkpoint = root / "llama"
     make_checkpoint(checkpoint, "llama", head_dim=16)
     adapters = [make_adapter(checkpoint, root / f"llama{rank}", seed=rank, r=rank) for rank in (2, 4, 9)]
@@ -33,7 +33,7 @@ def ask(number: int, prompt: list[int], adapter: Adapter | None, **sampling: obj
 
 
 def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[Request]:
-    """Each prompt with each adapter."""
+    """Request each prompt with each adapter."""
     pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
     return [ask(number, prompt, adapter, **sampling) for number, (prompt, adapter) in enumerate(pairs)]
 

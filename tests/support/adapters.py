@@ -27,7 +27,7 @@ MODULES = {
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "qwen3_next": ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
-}  # to adapt; in other families all linear layers
+}  # modules to adapt; in other families all linear layers
 
 
 def make_adapter(
@@ -68,7 +68,7 @@ def generate_with_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]
 
 
 def check_as_peft(checkpoint: Path, requests: list[Request], results: dict[int, Result]) -> None:
-    """Assert that greedy results have the ids that transformers and PEFT compute."""
+    """Assert that greedy ids equal those of transformers with PEFT."""
     for request in requests:
         directory = None if request.adapter is None else Path(request.adapter.directory)
         num_tokens = request.sampling.max_tokens

@@ -18,7 +18,7 @@ DELTA_EVENTS = {
 
 
 def read_events(content: bytes) -> list[Json]:
-    """The events of a whole stream."""
+    """Read the events of a whole stream."""
     events = []
     for text in content.decode().removesuffix("\n\n").split("\n\n"):
         kind, data = text.split("\n")
@@ -81,7 +81,7 @@ def strip_message(message: Json) -> Json:
 
 
 def fold_response(events: list[Json]) -> Json:
-    """The final response, after checking that the preceding events agree with it, in order."""
+    """Return the final response, after checking that the preceding events agree with it, in order."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, in_progress, *rest, last = events
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
@@ -98,7 +98,7 @@ def fold_response(events: list[Json]) -> Json:
 
 
 def _fold_item(added: Json, events: Iterator[Json]) -> Json:
-    """The finished item, from the events up to its end, which must be complete and in order."""
+    """Return the finished item, from the events up to its end, which must be complete and in order."""
     item = added["item"]
     kind = item["type"]
     prefix, field = DELTA_EVENTS[kind]

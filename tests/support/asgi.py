@@ -21,7 +21,7 @@ class Reply:
         return found
 
     def events(self) -> list[dict[str, object]]:
-        """A stream's events; the stream must have its end."""
+        """Parse a stream's events; the stream must have its end."""
         lines = self.content.decode().split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""], lines[-2:]
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -60,7 +60,7 @@ class Call:
         self.finished = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     def leave(self) -> None:
-        """The client disconnects."""
+        """Disconnect the client."""
         self._left.set()
 
     async def reply(self) -> Reply:
@@ -84,7 +84,7 @@ class Call:
 
 
 def fetch(app: ASGIApp, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
-    """A complete call in its own event loop."""
+    """Make a complete call in its own event loop."""
 
     async def call() -> Reply:
         return await Call(app, method, path, body, headers).reply()

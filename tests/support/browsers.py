@@ -26,7 +26,7 @@ def launch_browser() -> Iterator[Any]:
 
 @contextmanager
 def open_page(browser: Any, url: str) -> Iterator[Any]:
-    """The page with its key, in its own tab. Fails at the end if the page had an error."""
+    """Open the page with its key, in its own tab. Fails at the end if the page had an error."""
     context = browser.new_context()
     opened = context.new_page()
     opened.set_default_timeout(1000 * SECONDS)
@@ -44,7 +44,8 @@ def open_page(browser: Any, url: str) -> Iterator[Any]:
 
 
 def find_serious(page: Any) -> list[tuple[str, list[str]]]:
-    """The accessibility rules that the shown page violates seriously, according to axe-core, and the elements."""
+    """Return the accessibility rules that the shown page violates seriously, according to axe-core, and the
+    elements."""
     if page.evaluate("typeof axe") == "undefined":
         page.evaluate(AXE)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")

@@ -28,7 +28,7 @@ class SmallTemplate(NamedTuple):
     end: str = "<|im_end|>\n"
 
     def write(self) -> str:
-        """The source. Newlines after a tag, which Jinja drops, become expressions."""
+        """Return the source. Newlines after a tag, which Jinja drops, become expressions."""
         source = _FRAME.format(
             header=self.header,
             reasoning=self.reasoning,

@@ -18,7 +18,7 @@ def read_body(reply: Reply) -> Choice:
 
 
 def fold(reply: Reply, index: int = 0) -> Choice:
-    """The choice of a body, from the events of a stream."""
+    """Build the choice of a body from the events of a stream."""
     assert reply.status == 200, reply.content
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: dict[int, Any] = {}

@@ -52,5 +52,5 @@ def serve_collector() -> Iterator[Collector]:
 
 
 def read_attributes(span: Span) -> dict[str, object]:
-    """Texts and numbers."""
+    """Return the attributes that are texts or numbers."""
     return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}

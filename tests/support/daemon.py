@@ -88,7 +88,7 @@ class Daemon:
             self.process.send_signal(number)
 
     def engine_pids(self) -> list[int]:
-        """Process ids of the engines, ordered by index."""
+        """Return the process ids of the engines, ordered by index."""
         found = []
         for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended just now
@@ -101,7 +101,7 @@ class Daemon:
         return pid
 
     def rank_pids(self, starter: int | None = None) -> dict[int, int]:
-        """Rank -> its process. starter: of the ranks, if not the engine."""
+        """Return rank -> its process. starter: process that started the ranks, if not the engine."""
         found = {}
         for process in psutil.Process(starter or self.engine_pid()).children():
             command = process.cmdline()
@@ -110,7 +110,7 @@ class Daemon:
         return found
 
     def metrics(self, engine: int | None = None) -> dict[str, float]:
-        """Samples of /metrics by name, of one engine if given; labels are dropped and values added up."""
+        """Return samples of /metrics by name, of one engine if given; labels are dropped and values added up."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         samples: dict[str, float] = {}

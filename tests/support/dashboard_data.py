@@ -77,7 +77,7 @@ class Load:
 
 @contextlib.contextmanager
 def run_under_load(directory: Path, seconds: float = 0.0) -> Iterator[list[Panel]]:
-    """Yields all panels once each of their queries has data, or WAIT_SECONDS are over, but not before `seconds`."""
+    """Yield all panels once each of their queries has data, or WAIT_SECONDS are over, but not before `seconds`."""
     with Daemon(*OPTIONS) as daemon:
         daemon.wait_until_serving()
         with Prometheus(daemon.url, directory) as prometheus, Load(daemon) as load:

@@ -44,7 +44,7 @@ class Panel:
 
     @property
     def empty_queries(self) -> list[str]:
-        """Queries without a single number."""
+        """Return the queries without a single number."""
         return [query for query, lines in self.series.items() if not any(line.points for line in lines)]
 
 
@@ -52,7 +52,7 @@ class Prometheus:
     """A Prometheus process that scrapes one server. A context manager that ends it."""
 
     def __init__(self, url: str, directory: Path, api_key: str | None = None) -> None:
-        """url: of the server. directory: an empty one for its data. api_key: of the server, if it asks for one."""
+        """url: the server's. directory: an empty one for its data. api_key: the server's, if it requires one."""
         assert PROMETHEUS is not None
         scheme, _, place = url.rstrip("/").partition("://")
         job: dict[str, Any] = {"job_name": "serve-llm", "scheme": scheme, "static_configs": [{"targets": [place]}]}
@@ -78,7 +78,7 @@ class Prometheus:
             time.sleep(0.05)
 
     def query_range(self, expression: str, start: float, end: float) -> list[dict[str, Any]]:
-        """The series of a PromQL expression between two Unix times, a value each second."""
+        """Return the series of a PromQL expression between two Unix times, with a value for each second."""
         given = {"query": expression, "start": start, "end": end, "step": SCRAPE_SECONDS}
         address = f"{self._url}/api/v1/query_range?{urllib.parse.urlencode(given)}"
         with urllib.request.urlopen(address, timeout=30) as answer:
@@ -94,7 +94,7 @@ class Prometheus:
 
 
 def read_panels(prometheus: Prometheus, start: float) -> list[Panel]:
-    """All panels of the dashboards, with what their queries have found since `start`, in Unix seconds."""
+    """Return all panels of the dashboards, with what their queries have found since `start`, in Unix seconds."""
     now = time.time()
     found = []
     for path in sorted(DASHBOARDS.glob("*.json")):

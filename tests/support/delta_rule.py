@@ -8,7 +8,7 @@ from serve_llm.kernels.delta_rule import DeltaRule
 
 
 def make_layer(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> DeltaRule:
-    """sizes: key heads, heads of each, key_dim, value_dim."""
+    """Build a layer. sizes: key heads, heads per key head, key_dim, value_dim."""
     key_heads, group, key_dim, value_dim = sizes
     heads = key_heads * group
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Turns as models write them, for every dialect, and what a parser makes of a text."""
+"""Turns as models write them, for every dialect, and the results of parsing a text."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Turn:
         return self
 
     def decode_calls(self) -> list[tuple[str, object]]:
-        """Names and arguments of the calls, all of which must be complete."""
+        """Return names and arguments of the calls, all of which must be complete."""
         assert all(call.has_ended for call in self.calls)
         return [(call.name, json.loads(call.arguments)) for call in self.calls]
 
@@ -92,7 +92,7 @@ def create_parser(dialect: Dialect, tools: Sequence[Tool] = TOOLS, **options: ob
 
 
 def parse(dialect: Dialect, *texts: str, **options: object) -> Turn:
-    """What a parser makes of the texts, one after another."""
+    """Parse the texts in sequence."""
     parser = create_parser(dialect, **options)
     turn = Turn()
     for text in texts:
@@ -103,7 +103,7 @@ def parse(dialect: Dialect, *texts: str, **options: object) -> Turn:
 def write_turn(
     dialect: Dialect, *, reasoning: str = "", content: str = "", calls: Sequence[tuple[str, Arguments]] = ()
 ) -> str:
-    """A turn as a model writes it."""
+    """Return a turn as a model writes it."""
     messages: list[str] = []
     if reasoning:
         assert dialect.reasoning is not None

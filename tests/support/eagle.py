@@ -44,14 +44,15 @@ class Served:
 
     @torch.no_grad()
     def states(self, ids: Sequence[int], layers: Sequence[int] | None = None) -> Tensor:
-        """(tokens, 3 * hidden_size): the inputs of the layers that a head reads. layers: None for the default."""
+        """Return (tokens, 3 * hidden_size): the inputs of the layers that a head reads. layers: None for the
+        default."""
         hidden = self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states
         count = len(hidden) - 1
         return torch.cat([hidden[layer][0] for layer in layers or sorted((2, count // 2, count - 3))], dim=-1)
 
 
 def build_head(served: Served, draft_vocab_size: int, *, std: float = 0.3, **overrides: object) -> Head:
-    """A random head."""
+    """Build a random head."""
     config = CONFIG | {
         "hidden_size": served.hidden_size,
         "vocab_size": served.vocab_size,
@@ -139,7 +140,7 @@ def use_speculators_format(head: Head, layers: Sequence[int]) -> None:
 
 
 def write_head(head: Head, directory: Path, **more: Tensor) -> Path:
-    """The checkpoint of a head. more: other tensors."""
+    """Write the checkpoint of a head. more: other tensors."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(head.config))
     tensors = {name: tensor.contiguous() for name, tensor in (head.tensors | more).items()}

@@ -31,7 +31,8 @@ def make_engine(
     layers: Sequence[int] | None = None,
     **options: object,
 ) -> EngineCore:
-    """The engine that `serve-llm directory` would start with these options. The cache is small unless a size is given.
+    """Build the engine that `serve-llm directory` would start with these options. The cache is small unless a size is
+    given.
 
     tensor, pipeline, split, layers: ranks as threads of this process (`support.ranks`).
     """
@@ -51,8 +52,8 @@ def make_engine(
 
 
 def make_draft_model(options: EngineOptions, config: Config) -> tuple[Config, DraftModel | None]:
-    """The served model's settings, and the draft model that the options name. Test checkpoints have no tokenizers to
-    compare."""
+    """Return the served model's settings, and the draft model that the options name. Test checkpoints have no
+    tokenizers to compare."""
     if config.speculation is None or not config.speculation.has_draft_model:
         return config, None
     directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
@@ -64,7 +65,8 @@ def make_draft_model(options: EngineOptions, config: Config) -> tuple[Config, Dr
 def make_engines(
     directory: Path, meeting: Path, engines: int, tensor: int = 1, pipeline: int = 1, **options: object
 ) -> list[EngineCore]:
-    """Several engines that share experts. meeting: a directory for their sockets. The rest as in `make_engine`."""
+    """Build several engines that share experts. meeting: a directory for their sockets. For the rest, see
+    `make_engine`."""
     given = {
         "data_parallel_size": engines,
         "tensor_parallel_size": tensor,
@@ -101,7 +103,8 @@ def make_engines(
 
 
 def generate_together(engines: Sequence[EngineCore], shares: Sequence[Sequence[Request]]) -> list[dict[int, Result]]:
-    """Each engine's outputs for its share of the requests, run at the same time; engines without requests take part."""
+    """Return each engine's outputs for its share of the requests, run at the same time; engines without requests take
+    part."""
 
     def work(index: int) -> dict[int, Result]:
         try:
@@ -159,7 +162,7 @@ def generate(engine: EngineCore, requests: Sequence[Request], arrivals: Sequence
 
 
 def assert_equal(found: dict[int, Result], expected: dict[int, Result], is_exact: bool = True) -> None:
-    """is_exact: log-probabilities have the same bits, not only nearly the same value."""
+    """Assert that results are equal. is_exact: logprobs have the same bits, not only nearly the same value."""
     assert found.keys() == expected.keys()
     for number, one in expected.items():
         result = found[number]
@@ -174,7 +177,7 @@ def assert_equal(found: dict[int, Result], expected: dict[int, Result], is_exact
 
 
 def greedy(number: int, prompt_ids: Sequence[int], max_tokens: int, **sampling: object) -> Request:
-    """A request for the likeliest tokens."""
+    """Return a greedy request."""
     chosen = {"temperature": 0.0, "seed": 0, "max_tokens": max_tokens} | sampling
     return Request(id=number, prompt_ids=list(prompt_ids), sampling=Sampling(**chosen))
 

@@ -26,7 +26,7 @@ class Case:
         return ((pack(self.first[n], first[n]), pack(self.last[n], last[n])) for n in own)
 
     def check(self, found: Tensor, expected: Tensor) -> None:
-        """Results have a magnitude of about 1."""
+        """Check a result. Its values have a magnitude of about 1."""
         tolerance = 2e-5 if self.x.dtype == torch.float32 else 3e-2
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 

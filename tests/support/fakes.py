@@ -17,7 +17,7 @@ Script = Callable[[Request], Sequence[int]]
 
 
 def facts(**changed: object) -> ModelInfo:
-    """Plausible facts for the demo model's tokenizer."""
+    """Return plausible facts for the demo model's tokenizer."""
     usual: dict[str, object] = {
         "architecture": "ScriptedForCausalLM",
         "max_model_len": 2048,
@@ -40,7 +40,7 @@ class Open:
     request: Request
     sink: Sink
     ids: Sequence[int]
-    num_given: int  # tokens, including those of `Request.output_ids`
+    num_given: int  # tokens, including `Request.output_ids`
     is_new: bool = True  # has had no output
 
 
@@ -95,7 +95,7 @@ class ScriptedEngine:
         self._count()
 
     def fail(self, message: str) -> None:
-        """The engine dies: every open request ends with an error."""
+        """Let the engine die: every open request ends with an error."""
         self.ready = False
         ended, self.open = self.open, {}
         for request_id, entry in ended.items():
@@ -103,7 +103,7 @@ class ScriptedEngine:
         self._count()
 
     def step(self) -> None:
-        """One engine step: its tokens for every open request, in one message."""
+        """Run one engine step, whose tokens for all open requests are one message."""
         outputs = [self._output(entry) for entry in self.open.values()]
         sinks = {output.id: self.open[output.id].sink for output in outputs}
         for output in outputs:
@@ -162,7 +162,8 @@ class ScriptedEngine:
 
 
 def logprobs_of(token_id: int, count: int, asked: Sequence[int] = ()) -> TokenLogprobs:
-    """Made up, but a function of the token: it is the most likely one if its id is even, otherwise the second."""
+    """Return made-up logprobs that depend on the token: it is the most likely one if its id is even, otherwise the
+    second."""
     rank = 1 + token_id % 2
     logprob = -0.25 * rank
     others = [other for other in range(10, 10 + count + 1) if other != token_id]

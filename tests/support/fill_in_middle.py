@@ -15,7 +15,7 @@ FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 
 
 def add_tokens(model: ServedModel, *names: str) -> ServedModel:
-    """The model with these special tokens in addition."""
+    """Return the model with these special tokens added."""
     rust = RustTokenizer.from_str(model.tokenizer.rust.to_str())
     rust.add_special_tokens([AddedToken(name) for name in names])
     tokenizer = Tokenizer(rust, model.tokenizer.named_tokens)

@@ -18,8 +18,8 @@ HERE = ("demo", "--device", "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`line` is a pattern of the whole last line behind "serve-llm: "; {model} and {port} in it and in the arguments
-    are the damaged checkpoint and a port that is taken."""
+    """A fault at start. `line` is a pattern for the whole last line after "serve-llm: "; {model} and {port} in it and
+    in the arguments are the damaged checkpoint and a port that is taken."""
 
     name: str
     code: int
@@ -60,7 +60,7 @@ def without(name: str) -> Callable[[Path], object]:
 
 
 def index_of(name: str) -> Callable[[Path], None]:
-    """Weights that the index places in a different, existing file."""
+    """Return the weights that the index places in a different, existing file."""
 
     def change(model: Path) -> None:
         (model / "model.safetensors").rename(model.parent / "other.safetensors")
@@ -338,7 +338,7 @@ ENGINE_FAULTS = [
     Fault(
         "a rank that is killed while it starts",
         ENGINE,
-        # Its last message, that it has joined, may die with it.
+        # Its last message, that it has joined, may be lost when it dies.
         r"rank 1 \(host \S+, pid \d+\) died while (loading .*|joining the others) by signal SIGKILL; "
         r"the system may be out of memory: .*",
         TWO,

@@ -41,7 +41,7 @@ class Fleet:
         return start_streams(self._machines[0], self.url, bodies)
 
     def texts_of(self, client: subprocess.Popen[str]) -> list[str]:
-        """Of `start_streams`."""
+        """Return the texts of streams from `start_streams`."""
         try:
             return texts_of(client)
         except subprocess.TimeoutExpired:
@@ -49,11 +49,11 @@ class Fleet:
             raise AssertionError("the streams do not end:\n" + "\n--\n".join(logs)) from None
 
     def count_logged(self, pattern: str) -> int:
-        """The number of lines in node 0's log that match the pattern."""
+        """Count the lines in node 0's log that match the pattern."""
         return sum(re.search(pattern, line) is not None for line in list(self.first.log))
 
     def samples(self, name: str) -> dict[str, float]:
-        """Engine -> a sample of /metrics."""
+        """Return engine -> a sample of /metrics."""
         script = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
         lines = self._machines[0].run(sys.executable, "-c", script, self.url + "/metrics").stdout.splitlines()
         found = [line for line in lines if line.startswith(f"serve_llm_{name}{{")]

@@ -36,7 +36,7 @@ def read_spec(directory: Path) -> tuple[ModelSpec, WeightMap]:
 def load(
     directory: Path, dtype: torch.dtype = torch.float32, int8: bool = False, int8_lm_head: bool = True
 ) -> tuple[ModelSpec, Decoder]:
-    """The checkpoint in `directory` as the engine would load it. int8: as with `--quantization int8`, including the LM
+    """Load the checkpoint in `directory` as the engine would. int8: as with `--quantization int8`, including the LM
     head unless `int8_lm_head` is false."""
     spec, weight_map = read_spec(directory)
     if int8:
@@ -48,7 +48,7 @@ def load(
 def load_whole(
     directory: Path, spec: ModelSpec, weight_map: WeightMap, dtype: torch.dtype = torch.float32, **how: Any
 ) -> Decoder:
-    """`load_model` for a single rank."""
+    """Call `load_model` for a single rank."""
     whole = build_shard(spec, ParallelLayout(), 0)
     return load_model(directory, spec, weight_map, shard=whole, groups=ProcessGroups(), dtype=dtype, device=CPU, **how)
 
@@ -82,7 +82,8 @@ class Harness:
 
     @torch.inference_mode()
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Compute each sequence's next ids, all in one batch: sequence -> logprobs (ids, vocab_size) float32."""
+        """Compute each sequence's next ids, all in one batch. Returns sequence -> logprobs (ids, vocab_size)
+        float32."""
         starts = {sequence: self.lengths.get(sequence, 0) for sequence in chunks}
         self.lengths |= {sequence: starts[sequence] + len(ids) for sequence, ids in chunks.items()}
         positions = {sequence: torch.arange(starts[sequence], self.lengths[sequence]) for sequence in chunks}
@@ -131,7 +132,8 @@ class Harness:
         return GroupInputs(torch.cat(slots), torch.from_numpy(split.table), chunks)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], max_chunk: int | None = None) -> list[Tensor]:
-        """Logprobs after each id of each prompt, computed together in random chunks of up to `max_chunk` ids."""
+        """Return the logprobs after each id of each prompt, computed together in random chunks of up to `max_chunk`
+        ids."""
         found: dict[int, list[Tensor]] = {number: [] for number in range(len(prompts))}
         rest = {number: list(prompt) for number, prompt in enumerate(prompts)}
         while rest:
@@ -142,7 +144,7 @@ class Harness:
         return [torch.cat(parts) for parts in found.values()]
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """The most likely continuation of each prompt, all decoded in one batch."""
+        """Return the most likely continuation of each prompt, all decoded in one batch."""
         last = [int(rows[-1].argmax()) for rows in self.logprobs(prompts)]
         ids = [[token_id] for token_id in last]
         for _ in range(num_tokens - 1):

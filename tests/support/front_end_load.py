@@ -133,14 +133,14 @@ def read_status(daemon: Daemon, headers: dict[str, str] | None = None) -> dict[s
 
 
 def list_front_ends(daemon: Daemon, phase: str = "serving") -> list[int]:
-    """Process ids of the front ends, oldest first."""
+    """Return the process ids of the front ends, oldest first."""
     return [one["pid"] for one in read_status(daemon)["front_ends"] if one["phase"] == phase]
 
 
 def kill_front_end(pid: int) -> set[int]:
     """kill -9 a front end. Returns the client ports of its connections."""
     process = psutil.Process(pid)
-    process.suspend()  # so that it accepts no more
+    process.suspend()  # it must not accept any more
     ports = {one.raddr.port for one in process.net_connections("inet") if one.raddr}
     os.kill(pid, signal.SIGKILL)
     return ports

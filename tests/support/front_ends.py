@@ -30,7 +30,7 @@ class LinkedFrontEnd:
     prompts: PromptPool
 
     def update(self, served: Served) -> None:
-        """Tell it the state of the engines, as the server does when it changes."""
+        """Tell the front end the state of the engines, as the server does when it changes."""
         replicas = find_replicas(served)
         self.dispatcher.update(messages.EngineState(served.admission.obstacle, replicas.outage, served.admission.pace))
 
@@ -42,7 +42,7 @@ def find_replicas(served: Served) -> Replicas:
 def link(
     served: Served, number: int = 1, options: dict[str, object] | None = None, tracing: Tracing | None = None
 ) -> LinkedFrontEnd:
-    """number: of the front end. options: those that `served` has."""
+    """Link a front end to `served`. number: of the front end. options: those that `served` has."""
     replicas = find_replicas(served)
 
     def send_to_relay(message: messages.FromFrontEnd) -> None:

@@ -39,7 +39,7 @@ YARN = {
     "original_max_position_embeddings": 64,
     "truncate": False,
 }
-MINISTRAL = {  # with a temperature and a magnitude of yarn other than the published ones
+MINISTRAL = {  # with a temperature and a YaRN magnitude that differ from the published ones
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 16.0,
@@ -158,7 +158,7 @@ def choose_type(name: str, values: np.ndarray, storage: str, others: Mapping[str
 
 
 def add_rope_factors(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    """The tensors that stand for llama3 scaling and for longrope."""
+    """Add the tensors that represent llama3 scaling and LongRoPE."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         plain, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), torch.device("cpu"))
@@ -171,7 +171,7 @@ def add_rope_factors(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def pack(values: np.ndarray, kind: GGMLQuantizationType, generator: np.random.Generator) -> np.ndarray:
-    """The values as blocks if the gguf package supports the type, otherwise blocks of random numbers."""
+    """Return the values as blocks if the gguf package supports the type, otherwise blocks of random numbers."""
     try:
         return quants.quantize(values, kind)
     except NotImplementedError:
@@ -202,7 +202,7 @@ def permute(rows: np.ndarray, heads: int, back: bool = False) -> np.ndarray:
 
 
 def merge_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each projection of a layer's experts as one tensor."""
+    """Return each projection of a layer's experts as one tensor."""
     merged: dict[str, list[torch.Tensor]] = {}
     result: dict[str, torch.Tensor] = {}
     tensors = split_gate_up(tensors)
@@ -215,7 +215,7 @@ def merge_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def split_gate_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The experts of gpt-oss with separate gate and up, and stacks as (experts, outputs, inputs)."""
+    """Return the experts of gpt-oss with separate gate and up, and stacks as (experts, outputs, inputs)."""
     result = {f"{name}.weight" if name.endswith(".sinks") else name: tensor for name, tensor in tensors.items()}
     for name in [name for name in tensors if ".experts.gate_up_proj" in name or ".experts.down_proj" in name]:
         if not (match := GPT_OSS_EXPERTS.fullmatch(name)):
@@ -244,7 +244,7 @@ def store_plain(plain: dict[str, torch.Tensor], name: str, values: torch.Tensor)
 
 
 def add_metadata(writer: GGUFWriter, config: dict[str, Any], architecture: str) -> None:
-    """The architecture's keys, from the model's config.json."""
+    """Add the architecture's keys, from the model's config.json."""
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     heads = config["num_attention_heads"]
@@ -307,7 +307,7 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any], architecture: str) 
 
 
 def add_vocabulary(writer: GGUFWriter, directory: Path) -> None:
-    """The tokenizer in the directory, as byte-level BPE."""
+    """Add the tokenizer in the directory, as byte-level BPE."""
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     tokens = sorted(ids, key=lambda token: ids[token])

@@ -65,7 +65,7 @@ QKV = ("attention.query_key_value.", "self_attention.query_key_value.")
 
 
 def make_gguf(directory: Path, family: str, storage: str = "Q8_0", *, kept: str = "", **overrides: Any) -> int:
-    """As `gguf_files.make_gguf`. kept: tensors whose names end so are stored as in the checkpoint."""
+    """Like `gguf_files.make_gguf`. kept: tensors whose names end so are stored as in the checkpoint."""
     architecture, sizes = FAMILIES[family]
     vocab_size = make_checkpoint(directory / "plain", family, std=0.1, **{**sizes, **overrides})
     make_tokenizer(directory / "plain", vocab_size)
@@ -112,7 +112,8 @@ def write_tensors(
 
 
 def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """The converter's name before renaming -> views of tensors of `plain` whose rows follow each other in the file."""
+    """Return the converter's name before renaming -> views of tensors of `plain` whose rows follow each other in the
+    file."""
     pieces: dict[str, list[Tensor]] = {}
     for name, tensor in plain.items():
         if family in HYBRIDS and not (".experts." in name and name.endswith(".weight")):
@@ -152,13 +153,13 @@ def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -
 
 
 def list_hybrid_pieces(family: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[str, list[Tensor]]:
-    """One tensor of Qwen3-Next or Qwen3.5. Norms have their whole weight. In Qwen3.5, the heads that share a key head
-    are not next to each other."""
+    """Return the pieces of one tensor of Qwen3-Next or Qwen3.5. Norms have their whole weight. In Qwen3.5, the heads
+    that share a key head are not next to each other."""
     key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     keys = key_heads * config["linear_key_head_dim"]
 
     def order(rows: Tensor) -> Tensor:
-        """rows: of all heads, those of a key head's next to each other."""
+        """Reorder the rows of all heads, of which those that share a key head are next to each other."""
         per_key = rows.unflatten(0, (key_heads, heads // key_heads, -1))
         return per_key if family == "qwen3_next" else per_key.transpose(0, 1)
 
@@ -190,7 +191,7 @@ def list_hybrid_pieces(family: str, config: dict[str, Any], name: str, tensor: T
 
 
 def split_qkv(family: str, config: dict[str, Any], tensor: Tensor) -> list[Tensor]:
-    """All query rows, then all key rows, then all value rows."""
+    """Return all query rows, then all key rows, then all value rows."""
     heads = config.get("n_head") or config["num_attention_heads"]
     if family == "falcon":
         groups = tensor.view(config["num_kv_heads"], heads // config["num_kv_heads"] + 2, -1, *tensor.shape[1:])
@@ -217,7 +218,7 @@ def find_name(names: gguf.TensorNameMap, name: str) -> str:
             layer = next(part for part in name.split(".") if part.isdigit())
             return f"blk.{layer}.{target}.{name.rpartition('.')[2]}"
     suffixes = (".weight", ".bias")
-    found = names.get_name(name, suffixes) or names.get_name(name.partition(".")[2], suffixes)  # as of the base model
+    found = names.get_name(name, suffixes) or names.get_name(name.partition(".")[2], suffixes)  # as in the base model
     assert found is not None, name
     return str(found)
 

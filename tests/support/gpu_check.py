@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_module(name: str) -> Any:
-    """Such as "check" or "parts.idle"."""
+    """Import a module, such as "check" or "parts.idle"."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tests" / "gpu")
         return importlib.import_module(name)

@@ -49,7 +49,7 @@ def compile_grammar(**wanted: object) -> str:
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Whether a grammar accepts the whole text."""
+    """Return whether a grammar accepts the whole text."""
     ids = compiler().load_tokenizer().tokenize_str(text)
     matcher = build_matcher(compiler().load_tokenizer(), grammar)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -64,6 +64,6 @@ def text_of(ids: list[int]) -> str:
 
 
 def constrained(number: int, grammar: str, prompt: str = "def main():\n", **sampling: object) -> Request:
-    """A request of the demo model whose text must satisfy a grammar."""
+    """Build a request for the demo model whose text must satisfy a grammar."""
     chosen = {"max_tokens": 200, "seed": number, "temperature": 1.5, "stop_token_ids": (EOS,)} | sampling
     return Request(id=number, prompt_ids=ids_of(prompt), sampling=Sampling(grammar=grammar, **chosen))

@@ -12,7 +12,7 @@ FORMS = ("int4", "int4 zeros", "int4 minimums", "int8", "table", "mxfp4", "nvfp4
 
 
 def make_weight(form: str, outputs: int, inputs: int, group_size: int, offset: int = 0) -> GroupedWeight:
-    """form: one of FORMS. Numbers have a magnitude of about 1 / sqrt(inputs)."""
+    """Return random weights. form: one of FORMS. Numbers have a magnitude of about 1 / sqrt(inputs)."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     bits = 8 if form in ("int8", "fp8") else 4
     shape = outputs, -(-(inputs + offset) // group_size)

@@ -60,7 +60,7 @@ NUMBERS += ("seed", "max_tokens", "min_tokens", "prompt_logprobs", "truncate_pro
 
 
 def numbers() -> Iterator[Case]:
-    """Not finite, enormous, out of range."""
+    """Yield numbers that are not finite, enormous, or out of range."""
     for name in NUMBERS:
         for value in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "-" + "9" * 40):
             yield Case(f"{name}={value[:12]}", COMPLETIONS, f'{{"prompt": "x", "{name}": {value}}}'.encode())
@@ -74,7 +74,7 @@ def numbers() -> Iterator[Case]:
 
 
 def types() -> Iterator[Case]:
-    """Values of the wrong type."""
+    """Yield values of the wrong type."""
     for name in (*NUMBERS, "stop", "stop_token_ids", "logit_bias", "stream", "bad_words", "model", "cache_salt"):
         for value in ({}, [[]], "\x00", True) if name != "stream" else ({}, [], "yes", 3):
             if (name, value) not in (("logit_bias", {}), ("stop", "\x00"), ("cache_salt", "\x00")):
@@ -106,7 +106,7 @@ def types() -> Iterator[Case]:
 
 
 def small_fields() -> Iterator[Case]:
-    """Fields that few clients send."""
+    """Yield rarely used fields."""
     detection = {"max_pattern_size": 2, "min_count": 2}
     for name, value in (("max_pattern_size", 10**9), ("min_pattern_size", -1), ("min_count", 10**30), ("x", 1)):
         yield completion(f"repetition {name}", repetition_detection=detection | {name: value})
@@ -154,7 +154,7 @@ def small_fields() -> Iterator[Case]:
 
 
 def texts() -> Iterator[Case]:
-    """Invalid UTF-8, incomplete characters."""
+    """Yield invalid UTF-8 and incomplete characters."""
     for broken in (b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x80", b"\xe2\x82"):
         yield Case(f"bytes {broken!r}", COMPLETIONS, b'{"prompt": "' + broken + b'"}')
     for escape in ("\\ud800", "\\udfff\\ud800", "\\u12", "\\x41"):
@@ -176,7 +176,7 @@ def ids() -> Iterator[Case]:
 
 
 def sizes() -> Iterator[Case]:
-    """Too much of something: a limit refuses it before it costs anything."""
+    """Yield too much of something: a limit refuses it before it costs anything."""
     yield completion("prompt", prompt="x" * 10_000_000)
     yield completion("words", prompt="word " * 200_000)
     yield completion("ids", prompt=[5] * 500_000)
@@ -197,7 +197,7 @@ def sizes() -> Iterator[Case]:
 
 
 def costly() -> Iterator[Case]:
-    """Expensive requests within the limits, which must not stall others."""
+    """Yield expensive requests within the limits, which must not stall others."""
     found = [
         completion("bad words", n=16, max_tokens=20, bad_words=[f"{number} " * 200 for number in range(256)]),
         completion("biases", n=64, max_tokens=5, logit_bias={str(number): 1 for number in range(4096)}),
@@ -297,8 +297,8 @@ VECTORS: dict[str, dict[str, object]] = {
 
 
 def vectors() -> Iterator[Case]:
-    """Routes whose replies are vectors. An embedding server also refuses valid requests to /classify, and a classifier
-    also refuses valid requests to /v1/embeddings."""
+    """Yield requests to routes that return vectors. An embedding server also refuses valid requests to /classify, and a
+    classifier also refuses valid requests to /v1/embeddings."""
     for path, good in VECTORS.items():
         text = next(reversed(good))
         wrong: list[dict[str, object]] = [
@@ -338,7 +338,7 @@ def vectors() -> Iterator[Case]:
 
 
 def classifier_cases() -> list[Case]:
-    """For a classifier, whose scores are those of pairs of texts."""
+    """Return requests for a classifier, whose scores are those of pairs of texts."""
     pair: dict[str, object] = {"queries": "x", "documents": ["y"]}
     wrong: list[tuple[str, dict[str, object]]] = [("/classify", {"input": "x", "dimensions": 2})]
     for changed in (
@@ -355,7 +355,7 @@ def classifier_cases() -> list[Case]:
     for task in ("embed", "token_classify", 5, "x" * MANY):
         wrong.append(("/pooling", {"input": "x", "task": task}))
     found = [Case(f"classifier {path} {n}", path, json.dumps(body).encode()) for n, (path, body) in enumerate(wrong)]
-    for case in vectors():  # a pair with an empty text has a prompt
+    for case in vectors():  # a pair with an empty text still has a prompt
         may_be_served = "classify" not in case.path and b'["", "", ""]' in case.body
         found.append(case._replace(statuses=case.statuses | {200}) if may_be_served else case)
     return found
@@ -365,7 +365,7 @@ RESPONSES = "/v1/responses"
 
 
 def stored() -> Iterator[Case]:
-    """Missing stored responses, impossible pages, and dangling references."""
+    """Yield missing stored responses, impossible pages, and dangling references."""
     for name in (
         "resp_x",
         "%00",

@@ -223,7 +223,7 @@ def flat_tools() -> Iterator[Case]:
 
 
 def custom_tools() -> Iterator[Case]:
-    """Custom tools of chat completions, with grammars that would be infinite or huge when expanded."""
+    """Yield custom tools of chat completions, with grammars that would be infinite or huge when expanded."""
     names = [f"n{number}" for number in range(40)]
     definitions = [
         "",
@@ -247,7 +247,7 @@ def custom_tools() -> Iterator[Case]:
 
 
 def counts() -> Iterator[Case]:
-    """The routes that only count tokens."""
+    """Yield requests to the routes that only count tokens."""
     for number, body in enumerate(({}, {"messages": []}, {"messages": [{"role": "user", "content": [{"type": []}]}]})):
         yield Case(f"count_tokens {number}", f"{MESSAGES}/count_tokens", json.dumps(body).encode())
     for number, body in enumerate(({}, {"input": []}, {"input": [{"type": []}]})):

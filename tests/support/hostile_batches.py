@@ -9,7 +9,7 @@ from support.hostile import COMPLETIONS, MANY, Case
 
 
 def batch_cases() -> Iterator[Case]:
-    """Uploads that are not forms, and missing files and batches."""
+    """Yield uploads that are not forms, and missing files and batches."""
     form = (("Content-Type", "multipart/form-data; boundary=cut"),)
     part = b'--cut\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nx\r\n'
     purpose = b'--cut\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'

@@ -43,7 +43,7 @@ def nested(depth: int, keyword: str = "properties") -> Schema:
 
 
 def alternatives(depth: int, keyword: str) -> Schema:
-    """Two alternatives at each of a number of levels."""
+    """Return a grammar with two alternatives at each of a number of levels."""
     schema: Schema = {"type": "string"}
     for _ in range(depth):
         ways = [{"type": "object", "properties": {name: schema}, "required": [name]} for name in "ab"]
@@ -52,7 +52,7 @@ def alternatives(depth: int, keyword: str) -> Schema:
 
 
 def schemas() -> Iterator[Case]:
-    """Not enforceable, contradictory, malformed."""
+    """Yield schemas that are unenforceable, contradictory, or malformed."""
     wrong: list[object] = [
         {"not": {"pattern": "^x+y"}},
         {"not": {"type": ["null", "boolean", "object", "array", "number", "string"]}},
@@ -132,7 +132,7 @@ def schema_bombs() -> Iterator[Case]:
 
 
 def grammars() -> Iterator[Case]:
-    """Invalid regexes and grammars, and grammars without any text."""
+    """Yield invalid regexes and grammars, and grammars without any text."""
     for regex in ("(", "[z-a]", "a{5,2}", "(?=a)", r"\1", "(?P<n>a)(?P=n)", "*", "\x00", r"\p{Nonsense}"):
         yield constrained(f"regex {regex!r}", regex=regex)
     for source in (
@@ -196,7 +196,7 @@ def structural_tags() -> Iterator[Case]:
 
 
 def fields() -> Iterator[Case]:
-    """Combinations that mean nothing."""
+    """Yield meaningless combinations of fields."""
     yield completion("structured, two kinds", structured_outputs={"regex": "a", "json": {}})
     yield completion("structured, none", structured_outputs={})
     yield completion("structured, ignore_eos", structured_outputs={"regex": "a"}, ignore_eos=True)
@@ -267,7 +267,7 @@ def tool_choices() -> Iterator[Case]:
 
 
 def call(arguments: object, **fields: object) -> dict[str, object]:
-    """A message of the assistant with one call of the tool f."""
+    """Return an assistant message with one call of the tool f."""
     entry = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}} | fields
     return {"role": "assistant", "content": None, "tool_calls": [entry]}
 
@@ -291,7 +291,7 @@ def histories() -> Iterator[Case]:
 
 
 def odd_but_valid() -> Iterator[Case]:
-    """Requests that clients send although no API documents them."""
+    """Yield requests that clients send although no API documents them."""
     user = {"role": "user", "content": "x"}
     result = {"role": "tool", "tool_call_id": "c1", "content": "r"}
     without_id = {"role": "tool", "content": "r"}

@@ -20,7 +20,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def manifests() -> list[tuple[str, dict[str, Any]]]:
-    """Every resource under deploy/kubernetes and deploy/kuberay: (name for a test, resource)."""
+    """Return every resource under deploy/kubernetes and deploy/kuberay: (name for a test, resource)."""
     found = []
     for folder in ("kubernetes", "kuberay"):
         for path in sorted((ROOT / "deploy" / folder).glob("*.yaml")):
@@ -29,14 +29,14 @@ def manifests() -> list[tuple[str, dict[str, Any]]]:
 
 
 def clusters(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    """The specs of the Ray clusters in a resource: none or one."""
+    """Return the specs of the Ray clusters in a resource: none or one."""
     if resource["kind"] == "RayCluster":
         return [resource["spec"]]
     return [resource["spec"]["rayClusterConfig"]] if resource["kind"] == "RayService" else []
 
 
 def pods(resource: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(role, pod template) of each kind of pod that a resource creates; the role is daemon, head or worker."""
+    """Yield (role, pod template) of each kind of pod that a resource creates; the role is daemon, head or worker."""
     if resource["kind"] == "Deployment":
         yield "daemon", resource["spec"]["template"]
     for cluster in clusters(resource):
@@ -46,14 +46,14 @@ def pods(resource: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def crd_schema(plural: str) -> dict[str, Any]:
-    """The strict JSON schema of a ray.io/v1 resource, which refuses unknown fields."""
+    """Return the strict JSON schema of a ray.io/v1 resource, which refuses unknown fields."""
     (crd,) = documents(CRDS / f"ray.io_{plural}.yaml")
     (version,) = (version for version in crd["spec"]["versions"] if version["name"] == "v1")
     return strict(version["schema"]["openAPIV3Schema"])
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """A structural OpenAPI schema as Kubernetes writes them, as a JSON schema that refuses unknown fields.
+    """Convert a structural OpenAPI schema, as Kubernetes writes them, to a JSON schema that refuses unknown fields.
 
     Fields with a default are not required: the API server fills them in before it validates.
     """

@@ -1,5 +1,5 @@
-"""The long matrix: what is tested for every family, and what only for a few unless `-m slow` or `-m long` asks for the
-rest."""
+"""The long matrix: what is tested for every family, and what only for a few families unless `-m slow` or `-m long` is
+given."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FEW = ("llama", "mistral", "gpt2", "gemma3_text", "mixtral", "deepseek_v3", "gpt
 
 
 def mostly_slow(values: Iterable[Any], fast: Collection[Any] = FEW) -> list[Any]:
-    """Values for `parametrize`, with all but the fast ones marked as slow."""
+    """Return values for `parametrize`, with all but the fast ones marked as slow."""
     return _mark_others(values, fast, pytest.mark.slow)
 
 
 def mostly_long(values: Iterable[Any], others: Collection[Any]) -> list[Any]:
-    """Values for `parametrize`, with all but the others marked as long."""
+    """Return values for `parametrize`, with all but the others marked as long."""
     return _mark_others(values, others, pytest.mark.long)
 
 

@@ -64,8 +64,8 @@ class NoNumbers(TorchFunctionMode):
 
 @dataclass
 class Watch(TorchDispatchMode):
-    """What happens inside a step. Used as a mode together with `NoNumbers`, it refuses what meta tensors allow: host
-    tensors other than those of `Transfer`, and masks as indices, for which a GPU's host waits."""
+    """Records what happens inside a step. Used as a mode together with `NoNumbers`, it refuses what meta tensors allow:
+    host tensors other than those of `Transfer`, and masks as indices, for which a GPU's host waits."""
 
     copies: int = 0  # to the device
     captured: list[int] = field(default_factory=list)  # sizes
@@ -144,7 +144,7 @@ def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options
     monkeypatch.setattr(choose, "choose_device_sampling", lambda device: sampling)
     monkeypatch.setattr(runner, "DeviceCopier", lambda device: MetaTransfer(watch))
     monkeypatch.setattr(runner, "CudaCapture", lambda device: capture)
-    monkeypatch.setattr(worker, "compile_kernels", lambda *_: None)  # it may wait
+    monkeypatch.setattr(worker, "compile_kernels", lambda *_: None)  # compiling may wait
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **more: watch.launched(self, *args, **more))
     start = runner.Runner.start
 

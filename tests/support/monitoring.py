@@ -40,7 +40,7 @@ def dashboards() -> list[dict[str, Any]]:
 
 
 def expressions() -> dict[str, str]:
-    """PromQL by its location."""
+    """Return PromQL by its location."""
     found = {f"alert {rule['alert']}": str(rule["expr"]) for rule in alert_rules()}
     for shown in dashboards():
         uid = shown["uid"]
@@ -54,5 +54,5 @@ def expressions() -> dict[str, str]:
 
 
 def metric_names(text: str) -> set[str]:
-    """Our metrics in an expression, without the prefix."""
+    """Return our metrics in an expression, without the prefix."""
     return set(re.findall(rf"\b{PREFIX}(\w+)", text))

@@ -19,7 +19,7 @@ TRAINING_STEPS = 60
 
 
 def make_mtp_checkpoint(directory: Path, family: str, **overrides: object) -> MTPLayer:
-    """Write a random model with a random MTP layer. overrides: as of `make_checkpoint`."""
+    """Write a random model with a random MTP layer. overrides: see `make_checkpoint`."""
     make_checkpoint(directory, family, **{"num_hidden_layers": NUM_LAYERS + 1} | overrides)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
     model.config._attn_implementation = "eager"

@@ -1,4 +1,4 @@
-"""Random tiny checkpoints of models that read images and text, written by transformers."""
+"""Random tiny checkpoints of models for images and text, written by transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QWEN_VISION: dict[str, Any] = {
 
 
 def multimodal_config_of(architecture: str) -> dict[str, Any]:
-    """config.json, without a model."""
+    """Return config.json, without a model."""
     return dict(json.loads(_config(architecture).to_json_string()))
 
 
@@ -67,7 +67,7 @@ def _config(architecture: str) -> PreTrainedConfig:
     model_type, text_type = TEXT[architecture]
     text = {key: value for key, value in config_of(text_type).items() if key != "architectures"}
     if "moe_intermediate_size" in text:
-        text["moe_intermediate_size"] = 40  # torch's grouped product, which transformers uses, needs rows of 16 bytes
+        text["moe_intermediate_size"] = 40  # torch's grouped product, which transformers uses, needs 16-byte rows
     kinds = {
         "gemma3": "siglip_vision_model",
         "idefics3": "idefics3_vision",
@@ -84,7 +84,7 @@ def _config(architecture: str) -> PreTrainedConfig:
     elif model_type.startswith("qwen"):
         text["model_type"] = f"{model_type}_text"
         if "qwen2" in model_type:
-            del text["head_dim"]  # which it does not read
+            del text["head_dim"]  # not read
         sections = [2, 2, 1] if "qwen2" in model_type else [3, 2, 2]
         text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": sections}
         vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"], "model_type": f"{model_type}_vision"}

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from support.tiny import make_checkpoint
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32; two ranks share the 3 of 96 columns
+SIZES = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32; two ranks share 3 blocks of columns
 STORED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
@@ -25,7 +25,7 @@ def random_blocks(*shape: int) -> tuple[Tensor, Tensor]:
 
 def make_mxfp4(directory: Path) -> int:
     """Write a random gpt-oss with its experts as blocks to directory/packed, and with the values that transformers
-    reads from them to directory/plain. Returns the vocabulary's size."""
+    decodes from them to directory/plain. Returns the vocabulary's size."""
     plain, packed = directory / "plain", directory / "packed"
     vocab_size = make_checkpoint(plain, "gpt_oss", **SIZES)
     shutil.copytree(plain, packed)

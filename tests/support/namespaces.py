@@ -23,7 +23,7 @@ _serial = itertools.count()
 
 
 def why_not() -> str | None:
-    """Why namespaces cannot be used here; None if they can."""
+    """Return why namespaces cannot be used here; None if they can."""
     for tool in ("ip", "unshare", "nsenter", "mount"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (Debian packages iproute2, util-linux)"
@@ -41,7 +41,7 @@ def _ip(*arguments: str) -> None:
 
 
 class Machine:
-    """One of them. Made by `Machines`."""
+    """One machine. Created by `Machines`."""
 
     def __init__(self, number: int, space: str, address: str, shm_size: str, private: Sequence[str]) -> None:
         self.number, self.space, self.address, self.name = number, space, address, f"host{number}"
@@ -63,7 +63,7 @@ class Machine:
         self.ip("rule", "del", "pref", "0")
 
     def ip(self, *arguments: str) -> None:
-        """An `ip` command in this machine's network."""
+        """Run an `ip` command in this machine's network."""
         _ip("-n", self.space, *arguments)
 
     def popen(self, *command: str, env: dict[str, str] | None = None, **options: object) -> subprocess.Popen[str]:

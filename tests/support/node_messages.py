@@ -12,7 +12,7 @@ LIMIT = 60.0
 
 
 class NoRanks:
-    """Instead of `LocalRanks`."""
+    """A stand-in for `LocalRanks`."""
 
     def __init__(self, ranks: Sequence[int], url: str, **_: object) -> None:
         self.ranks, self.gone = ranks, {}
@@ -38,7 +38,7 @@ class NoRanks:
 
 
 def options_of(master: int, **more: object) -> Options:
-    """master: port of node 0."""
+    """Return the options of a node. master: port of node 0."""
     network = {"nnodes": 3, "master_addr": f"127.0.0.1:{master}", "cluster_secret": "s", "device": "cpu"}
     return make_options("demo", **({"tensor_parallel_size": 5} | network | more))
 

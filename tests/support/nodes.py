@@ -1,4 +1,4 @@
-"""What the nodes of the tests serve, and what they are asked."""
+"""What the nodes of the tests serve, and the requests to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def body(model: str = "demo", **more: object) -> str:
 
 
 def complete(url: str, model: str = "demo") -> list[str]:
-    """Greedy continuations of all prompts, requested at once."""
+    """Return greedy continuations of all prompts, requested at once."""
     request = urllib.request.Request(
         url + "/v1/completions", body(model).encode(), {"Content-Type": "application/json"}
     )

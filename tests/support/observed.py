@@ -33,7 +33,7 @@ from support.registered import DAEMONS, ENGINES
 
 VECTOR_PATHS = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank", "/v1/rerank", "/v1/score")
 SOURCES = {"ngram": "speculation", "draft_model": "draft model", "eagle3": "draft head", "mtp": "draft head"}
-HYBRIDS = ("qwen3_next", "qwen3_5")  # model types with linear attention begin so
+HYBRIDS = ("qwen3_next", "qwen3_5")  # model types with linear attention begin with these
 CALL_MARK = "tool_call"  # in the grammar of a call
 SHARED_CHARACTERS = 64  # characters of JSON shared by two prompts; with fewer, they may share no block
 
@@ -64,7 +64,7 @@ def _list_engine_features(config: Config | Options, tensor: int, pipeline: int, 
 
 
 def _has_fp8(config: Any) -> bool:
-    """Whether a part of a quantization_config describes weights of 8-bit floats."""
+    """Return whether a part of a quantization_config describes fp8 weights."""
     if not isinstance(config, dict):
         return False
     if "fp8" in str(config.get("quant_method")) or (config.get("type") == "float" and config.get("num_bits") == 8):
@@ -140,7 +140,7 @@ class Observer:
         self._wrap(os, "kill", self._see_kill)
         for engine in ENGINES:
             self._draft_counts[id(engine.scheduler._running)] = engine.scheduler.stats().num_draft_tokens
-        for kind in (httpx2.Client, httpx2.AsyncClient):  # those of openai's client
+        for kind in (httpx2.Client, httpx2.AsyncClient):  # the openai client's
             self._wrap(kind, "send", self._see_httpx)
         self._wrap(grammar._TurnWriter, "write", self._see_turn)
         self._wrap(LLM, "generate", self._see_offline)
@@ -161,7 +161,7 @@ class Observer:
         self._patch.setattr(owner, name, call)
 
     def find_pairs(self) -> set[frozenset[str]]:
-        """The pairs that have been used so far."""
+        """Return the pairs that have been used so far."""
         contexts = [*self._offline.values(), *self._servers.values()]
         for engine, context in self._engines.values():
             drafts = self._draft_counts.get(id(engine.scheduler._running), 0)
@@ -248,5 +248,5 @@ class Observer:
 
 
 def find_missing(pairs: Iterable[str], seen: set[frozenset[str]]) -> list[str]:
-    """The pairs, written "LoRA + TP", that were not used."""
+    """Return the pairs, written "LoRA + TP", that were not used."""
     return [pair for pair in pairs if frozenset(pair.split(" + ")) not in seen]

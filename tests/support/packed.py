@@ -106,7 +106,7 @@ def quantise(weight: Tensor, packing: Packing) -> Integers:
 
 
 def pack_words(values: np.ndarray, bits: int) -> Tensor:
-    """(rows, numbers) -> (rows, words) int32: a stream of bits, the lowest of each number first."""
+    """Pack (rows, numbers) into (rows, words) int32: a stream of bits, the lowest of each number first."""
     stream = (values[:, :, None] >> np.arange(bits)) & 1
     stream = stream.reshape(len(values), -1).astype(np.uint8)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
@@ -114,13 +114,13 @@ def pack_words(values: np.ndarray, bits: int) -> Tensor:
 
 
 def pack_awq_words(values: np.ndarray) -> Tensor:
-    """The same for 4 bits, with the columns of a word in AutoAWQ's order."""
+    """Pack 4-bit numbers, with the columns of a word in AutoAWQ's order."""
     columns = np.concatenate([8 * word + np.array([0, 2, 4, 6, 1, 3, 5, 7]) for word in range(values.shape[1] // 8)])
     return pack_words(values[:, columns], 4)
 
 
 def pack_module(weight: Integers, packing: Packing) -> dict[str, Tensor]:
-    """Suffix -> tensor of one module."""
+    """Return suffix -> tensor of one module."""
     bits = packing.bits
     if packing.layout == "awq":
         return {

@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit floats, int8, NVFP4 and bitsandbytes, written from the descriptions of their formats.
+"""Checkpoints in fp8, int8, NVFP4 and bitsandbytes formats, written from the descriptions of the formats.
 
 Each comes with the same weights in floating point, as numbers that transformers reads.
 """

@@ -1,4 +1,5 @@
-"""The app on a scripted engine, listening in a thread, for browsers. Its engine runs a step when the test says so."""
+"""The app on a scripted engine, listening in a thread, for browsers. Its engine runs a step when the test asks for
+it."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class PageServer:
         self.run(make_steps)
 
     def lose_engine(self, cause: str) -> None:
-        """What the supervisor does when an engine dies."""
+        """Lose the engine as the supervisor does when one dies."""
 
         async def lose() -> None:
             self.engine.ready = False
@@ -90,7 +91,7 @@ class PageServer:
         self.run(join)
 
     def read_prompt(self) -> str:
-        """The newest request."""
+        """Return the newest request."""
         return self.model.tokenizer.decode(self.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
 
 

@@ -84,8 +84,8 @@ def run(
     int8: bool = False,
     **how: Any,
 ) -> list[Tensor]:
-    """Each sequence's outputs, computed together in random chunks of at most `chunk` tokens (None: whole). how: more
-    arguments of `paged_attention`."""
+    """Return each sequence's outputs, computed together in random chunks of at most `chunk` tokens (None: whole). how:
+    more arguments of `paged_attention`."""
     is_latent = how.get("value_dim") is not None
     cache = Cache(shape, torch.int8 if int8 else sequences[0].query.dtype, rng, parts=1 if is_latent else 2)
     tables = [cache.table(len(sequence)) for sequence in sequences]

@@ -84,9 +84,9 @@ def make_pooled_checkpoint(
     std: float = 0.2,
     **overrides: Any,
 ) -> int:
-    """Write a random model of this class of transformers. Returns the vocabulary's size.
+    """Write a random model of this transformers class. Returns the vocabulary's size.
 
-    modules: those of sentence-transformers after the transformer, such as "Pooling", "Normalize". pooling: its mode.
+    modules: sentence-transformers' modules after the transformer, such as "Pooling", "Normalize". pooling: its mode.
     overrides: keys of transformers' config class.
     """
     kind = getattr(transformers, architecture)
@@ -106,7 +106,7 @@ def make_pooled_checkpoint(
 
 
 def pooled_config_of(architecture: str, **overrides: Any) -> dict[str, Any]:
-    """config.json as `make_pooled_checkpoint` would write it, without a model."""
+    """Return config.json as `make_pooled_checkpoint` would write it, without a model."""
     config = _build_config(architecture, **overrides)
     config.architectures = [architecture]
     return dict(json.loads(config.to_json_string()))
@@ -148,14 +148,14 @@ def _load(directory: Path, architecture: str) -> PreTrainedModel:
 
 @torch.inference_mode()
 def reference_hidden(directory: Path, architecture: str, ids: Sequence[int]) -> Tensor:
-    """transformers' last hidden states: (ids, hidden_size)."""
+    """Return transformers' last hidden states: (ids, hidden_size)."""
     outputs = _load(directory, architecture)(torch.tensor([list(ids)]), output_hidden_states=True)
     return outputs.hidden_states[-1][0] if architecture.endswith("ForMaskedLM") else outputs.last_hidden_state[0]
 
 
 @torch.inference_mode()
 def reference_logits(directory: Path, architecture: str, ids: Sequence[int], **inputs: Any) -> Tensor:
-    """transformers' logits of a classifier: (classes,), or of tokens: (ids, classes)."""
+    """Return transformers' logits of a classifier: (classes,), or of tokens: (ids, classes)."""
     return _load(directory, architecture)(torch.tensor([list(ids)]), **inputs).logits[0]
 
 
@@ -164,7 +164,7 @@ def pooling_request(number: int, ids: Sequence[int], **fields: Any) -> Request:
 
 
 def compute_vectors(engine: EngineCore, requests: Sequence[Request]) -> dict[int, Tensor]:
-    """The vector of each pooling request; None for other requests. All run together."""
+    """Return the vector of each pooling request; None for other requests. All run together."""
     engine.add_requests(requests)
     vectors = {}
     while engine.has_work:

@@ -6,7 +6,7 @@ from __future__ import annotations
 def llama(
     width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 128256, **more: object
 ) -> dict[str, object]:
-    """config.json of the Llama family, in bfloat16."""
+    """Return config.json of the Llama family, in bfloat16."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": width,

@@ -1,4 +1,4 @@
-"""Int8 compressed-tensors checkpoints as llm-compressor writes them, and what transformers computes in int8."""
+"""Int8 compressed-tensors checkpoints as llm-compressor writes them, and transformers' results in int8."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ DELTA_NET = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 
 
 def is_linear(name: str) -> bool:
-    """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module in its layers, except for
-    routers of experts."""
+    """Return whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module in its layers, except
+    for routers of experts."""
     ends = ("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight", "w1.weight", "w2.weight", "w3.weight")
     return name.endswith((*ends, *NEOX, *GPTJ, *DEEPSEEK, *QWEN1, *MPT, *DELTA_NET))
 
@@ -101,7 +101,7 @@ def edit_config(directory: Path, change: Callable[[dict[str, Any]], None]) -> No
 
 
 def _as_int8(module: object, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Each token's numbers rounded to 8 bits, halves up."""
+    """Round each token's numbers to 8 bits, halves up."""
     (x,) = inputs
     largest = x.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     return (((x * (127 / largest) + 0.5).floor() * largest / 127),)
@@ -111,7 +111,7 @@ def _as_int8(module: object, inputs: tuple[Tensor]) -> tuple[Tensor]:
 def int8_logprobs(
     plain: Path, prompts: Sequence[Sequence[int]], ignore: Sequence[str] = (), heads: Sequence[str] = ()
 ) -> list[Tensor]:
-    """transformers' log-probabilities after each id, in float32, when every linear module of the layers and of `heads`
+    """Return transformers' logprobs after each id, in float32, when every linear module of the layers and of `heads`
     gets rounded activations. plain: a checkpoint whose weights int8 can represent."""
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
     for name, module in model.named_modules():

@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.dims, self.base = int(config.kv_channels * config.rotary_pct), config.rotary_emb_base
 
     def rotate(self, x: Tensor, first: int) -> Tensor:
-        """x: (sequences, heads, tokens, head_dim), whose first token has position `first`."""
+        """Apply RoPE. x: (sequences, heads, tokens, head_dim), whose first token has position `first`."""
         frequencies = 1.0 / self.base ** (torch.arange(0, self.dims, 2).float() / self.dims)
         angles = torch.outer(torch.arange(first, first + x.shape[2]).float(), frequencies).repeat(1, 2)
         turned, rest = x[..., : self.dims].float(), x[..., self.dims :]

@@ -27,7 +27,7 @@ def build_schema(chooser: random.Random, depth: int = 0) -> Schema:
 
 
 def build_value(chooser: random.Random, schema: Schema) -> object:
-    """A valid value, with properties in schema order."""
+    """Return a valid value, with properties in schema order."""
     if "enum" in schema:
         return chooser.choice(schema["enum"])  # type: ignore[arg-type]
     for keyword in ("anyOf", "oneOf"):
@@ -48,7 +48,7 @@ def build_value(chooser: random.Random, schema: Schema) -> object:
 
 
 def change_value(chooser: random.Random, value: object) -> object:
-    """The value with one change somewhere, after which it may still be valid."""
+    """Return the value with one change somewhere, after which it may still be valid."""
     if isinstance(value, dict) and value and chooser.random() < 0.8:
         copy = dict(value)
         name = chooser.choice(list(copy))

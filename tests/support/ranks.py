@@ -1,7 +1,7 @@
 """Tensor- and pipeline-parallel ranks as threads of the test's process, over groups and links in memory.
 
 They check what a group requires of its callers: the same call, shape and dtype on every rank. If a rank fails, all
-others fail at their next wait, so that nobody waits for ever.
+others fail at their next wait, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.calls: list[str] = []  # of rank 0
+        self.calls: list[str] = []  # rank 0's
         self._barrier = threading.Barrier(size, timeout=TIMEOUT)
         self._slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * size
 
     def exchange(self, rank: int, call: str, x: Tensor, what: object = None) -> list[Tensor]:
-        """Copies of each rank's contribution, in rank order. what: must be equal on all ranks; by default the shape."""
+        """Return copies of each rank's contribution, in rank order. what: must be equal on all ranks; by default the
+        shape."""
         assert x.is_contiguous() or call == "all_gather", f"{call} takes a contiguous tensor"
         self._slots[rank] = (f"{call} {what or list(x.shape)} {x.dtype}", x.clone())
         self._barrier.wait()
@@ -195,7 +196,7 @@ class ThreadExecutor(Executor):
         return reduce(EPLBStats.add, stats) if stats else None
 
     def check(self) -> None:
-        """A failure is reported in the next step."""
+        """Report a failure in the next step."""
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[list[RunnerOutput]]:
         future: Future[list[RunnerOutput]] = Future()

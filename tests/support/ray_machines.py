@@ -16,7 +16,8 @@ from support.ray_nodes import STORE_BYTES, environment
 
 RAY = ("--distributed-executor-backend", "ray")
 LIMIT = 180.0  # seconds; more than enough on a busy machine
-# Of a head that declares a lost machine dead within some ten seconds, as in deploy/; by default it takes a minute.
+# Settings of a head that declares a lost machine dead within about ten seconds, as in deploy/; by default it takes a
+# minute.
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -27,7 +28,7 @@ HEALTH_CHECKS = {
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
-    """A folder for the files of one Ray cluster."""
+    """Create a folder for the files of one Ray cluster."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:
         yield Path(name)
 

@@ -27,7 +27,8 @@ def skip_without_ray() -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a cluster's processes. folder: for its files; a short path, because it holds sockets."""
+    """Return the environment of a cluster's processes. folder: for its files; a short path, because it holds
+    sockets."""
     return QUIET | {"RAY_TMPDIR": str(folder)}
 
 
@@ -35,7 +36,7 @@ class RayNodes:
     """A context manager; `address` is the head's."""
 
     def __init__(self, num_cpus: Sequence[int], folder: Path) -> None:
-        """num_cpus: of each node, head first. Ray is told that there are as many GPUs as CPUs, which it believes."""
+        """num_cpus: of each node, head first. Ray is told that there are as many GPUs as CPUs, and believes it."""
         skip_without_ray()
         self.environ = environment(folder)
         command = [sys.executable, str(Path(__file__)), *map(str, num_cpus)]
@@ -46,7 +47,8 @@ class RayNodes:
         self.environ |= {"RAY_ADDRESS": self.address}
 
     def ask(self, question: str) -> Any:
-        """groups: the existing placement groups, as [node id of each bundle, ...]; free: total free CPUs."""
+        """Query the cluster. groups: the existing placement groups, as [node id of each bundle, ...]; free: total free
+        CPUs."""
         assert self._process.stdin is not None
         self._process.stdin.write(question + "\n")
         self._process.stdin.flush()

@@ -13,21 +13,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @lru_cache(maxsize=2)
 def reference_model(directory: Path, dtype: str = "float32") -> PreTrainedModel:
-    """The checkpoint in `directory`, converted to `dtype`, with the simplest attention and experts."""
+    """Load the checkpoint in `directory`, converted to `dtype`, with the simplest attention and experts."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
 
 
 @torch.inference_mode()
 def reference_logprobs(directory: Path, ids: Sequence[int], dtype: str = "float32") -> Tensor:
-    """Log-probabilities after each id, from one forward pass: (ids, vocab_size) float32."""
+    """Return the logprobs after each id, from one forward pass: (ids, vocab_size) float32."""
     logits = reference_model(directory, dtype)(torch.tensor([list(ids)])).logits
     return logits[0].float().log_softmax(-1)
 
 
 @torch.inference_mode()
 def reference_greedy(directory: Path, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """The most likely continuation, token by token with transformers' own cache, and its log-probabilities, in float32.
+    """Return the most likely continuation, token by token with transformers' own cache, and its logprobs, in float32.
 
     No id ends it.
     """

@@ -10,8 +10,8 @@ class BuiltEngine(NamedTuple):
     """An engine in this process."""
 
     config: Any  # `Config`
-    tensor: int  # ranks of a stage
-    pipeline: int  # stages
+    tensor: int  # ranks per stage
+    pipeline: int  # number of stages
 
 
 ENGINES: weakref.WeakKeyDictionary[Any, BuiltEngine] = weakref.WeakKeyDictionary()

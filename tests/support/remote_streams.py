@@ -58,7 +58,7 @@ print(left)
 
 
 def crowd(count: int = 8, max_tokens: int = 900) -> list[dict[str, Any]]:
-    """Greedy and seeded requests with different prompts."""
+    """Return greedy and seeded requests with different prompts."""
     return [
         json.loads(body(prompt=f"def f{number}(", max_tokens=max_tokens, temperature=number % 2, seed=number))
         for number in range(count)
@@ -66,14 +66,14 @@ def crowd(count: int = 8, max_tokens: int = 900) -> list[dict[str, Any]]:
 
 
 def start_streams(machine: Machine, url: str, bodies: list[dict[str, Any]]) -> subprocess.Popen[str]:
-    """Returns once all have begun."""
+    """Start streams. Returns once all have begun."""
     client = machine.popen(sys.executable, "-c", STREAM_ALL, url, json.dumps(bodies), stdout=subprocess.PIPE)
     assert client.stdout is not None and client.stdout.readline() == "begun\n"
     return client
 
 
 def stream_here(url: str, bodies: list[dict[str, Any]]) -> list[str]:
-    """The texts of requests to a daemon on this machine."""
+    """Return the texts of requests to a daemon on this machine."""
     command = [sys.executable, "-c", STREAM_ALL, url, json.dumps(bodies)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
     texts: list[str] = json.loads(run.stdout.splitlines()[-1])
@@ -86,5 +86,5 @@ def texts_of(client: subprocess.Popen[str]) -> list[str]:
 
 
 def list_leftovers(machine: Machine) -> str:
-    """The serve-llm processes on a machine, as a list; "[]" if there are none."""
+    """Return the serve-llm processes on a machine, as a list; "[]" if there are none."""
     return machine.run(sys.executable, "-c", LEFT).stdout.strip()

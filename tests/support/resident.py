@@ -12,7 +12,7 @@ from serve_llm.kernels.held_tensors import find_tensors
 
 
 def mapped_checkpoints() -> list[range]:
-    """Addresses at which checkpoint files are mapped in this process."""
+    """Return the addresses at which checkpoint files are mapped in this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     bounds = [line.split()[0].split("-") for line in lines if ".safetensors" in line]
     return [range(int(first, 16), int(end, 16)) for first, end in bounds]
@@ -33,7 +33,7 @@ def weight_bytes(decoder: object) -> int:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The peak of bytes allocated by torch's CPU allocator during a call."""
+    """Return the peak of bytes allocated by torch's CPU allocator during a call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     assert seen.profiler is not None and seen.profiler.kineto_results is not None

@@ -1,4 +1,4 @@
-"""Options resolved for a model, as the engine does it at start-up."""
+"""Options resolved for a model, as the engine does at startup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resolve_all(
     choice: ExecutorChoice | None = None,
     engine: int = 0,
 ) -> tuple[Config, ModelSpec | PretrainedSpec, WeightMap | None]:
-    """raw: config.json. choice, engine: see `startup.resolve_config`."""
+    """Resolve options. raw: config.json. choice, engine: see `startup.resolve_config`."""
     spec, weights = startup.read_spec(options, directory, raw)
     config, spec = startup.resolve_config(options, directory, raw, spec, choice, engine)
     return config, spec, weights

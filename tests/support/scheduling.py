@@ -29,7 +29,7 @@ def token_after(ids: list[int]) -> int:
 
 
 def forced_after(ids: list[int]) -> list[int]:
-    """The ids that a request's grammar forces after these: none to five, which end no text."""
+    """Return the ids that a request's grammar forces after these: none to five, which end no text."""
     return [50 + number for number in range(max(0, token_after([*ids, 1]) % 9 - 3))]
 
 
@@ -38,7 +38,7 @@ def logprobs_of(token_id: int) -> TokenLogprobs:
 
 
 def expected_output(request: Request) -> tuple[list[int], FinishReason]:
-    """The ids of a request computed alone, one id at a time."""
+    """Return the ids of a request computed alone, one id at a time."""
     ids = list(request.prompt_ids)
     forced: list[int] = []
     while True:
@@ -55,8 +55,8 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class FakeWorkers:
-    """Rows, tables and block contents, as workers keep them. A block remembers which prefix was written into it and
-    with which rope."""
+    """Indexes, tables and block contents, as workers keep them. A block remembers which prefix was written into it and
+    with which RoPE factors."""
 
     def __init__(self, groups: tuple[GroupLayout, ...], long_rope_threshold: int = 1000) -> None:
         self.groups, self.long_rope_threshold = groups, long_rope_threshold
@@ -141,7 +141,8 @@ class FakeWorkers:
 
 
 def drive(scheduler, workers, arrivals, budget, depth, ahead=False, offload=None) -> dict[int, list[Output]]:
-    """offload: the scheduler's `OffloadManager`, if it has one. Batches are executed as late as possible."""
+    """Run the scheduler to the end. offload: its `OffloadManager`, if it has one. Batches are executed as late as
+    possible."""
     got: dict[int, list[Output]] = {}
     under_way: list[SchedulerOutput] = []
     doomed: list[int] = []
@@ -191,7 +192,7 @@ class Load(NamedTuple):
     """The resources of a scheduler in a test of random loads."""
 
     groups: tuple[GroupLayout, ...]
-    budget: int  # of tokens
+    budget: int  # tokens
     rows: int
     depth: int  # batches in flight
     spare: int  # blocks beyond the smallest pool
@@ -220,7 +221,7 @@ class Load(NamedTuple):
         workers: FakeWorkers | None = None,
         offload: OffloadManager | None = None,
     ) -> None:
-        """Assert that each request that was not aborted ends as if it had run alone."""
+        """Run the load. Asserts that each request that was not aborted ends as if it had run alone."""
         by_step: dict[int, list[tuple[Request, bool]]] = {}
         wanted: list[Request] = []
         for request, step, is_aborted in arrivals:

@@ -80,7 +80,7 @@ class KnownTexts:
         return NO_GUESS
 
     def finish(self, sequence: object) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class FreeDrafts(StepCosts):
@@ -94,7 +94,7 @@ class FreeDrafts(StepCosts):
 
 
 class RisingCost(FreeDrafts):
-    """Drafts that cost more in larger batches: with 12 sequences, as much as an id, so that none pays off."""
+    """Drafts that cost more in larger batches: with 12 sequences, as much as an id, so that none is worthwhile."""
 
     def find_draft_cost(self, num_sequences: int) -> float:
         return min(1.0, num_sequences / 12)
@@ -142,7 +142,7 @@ def assert_drafted(engine: EngineCore) -> None:
 
 
 def make_similar(checkpoint: Path, directory: Path, noise: float = 0.05) -> Path:
-    """A model that often agrees with the checkpoint's: the same model with noise on its weights."""
+    """Write a model that often agrees with the checkpoint's: the same model with noise on its weights."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(1)
     for path in checkpoint.iterdir():

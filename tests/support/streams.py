@@ -44,7 +44,7 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
 
 
 def mixed(count: int = 32, longest: int = 600) -> list[dict[str, Any]]:
-    """Bodies of completions for the demo model. Each has a seed or is greedy, so that it can be repeated.
+    """Return bodies of completions for the demo model. Each has a seed or is greedy, so that it can be repeated.
 
     The last one has `longest` tokens, so that even a fast engine is still busy with it when a slow test kills it.
     """
@@ -75,7 +75,7 @@ def mixed(count: int = 32, longest: int = 600) -> list[dict[str, Any]]:
 
 
 def chats(count: int = 12) -> list[dict[str, Any]]:
-    """Bodies of chat completions with required calls, calls that may be made, a schema, and a budget of reasoning."""
+    """Return bodies of chat completions with required calls, optional calls, a schema, and a budget of reasoning."""
     bodies: list[dict[str, Any]] = []
     for number in range(count):
         body: dict[str, Any] = {
@@ -101,14 +101,14 @@ class Streams:
     """Requests sent at once, to chat completions if they have messages, otherwise to completions."""
 
     def __init__(self, url: str, bodies: Sequence[dict[str, Any]], patiently: bool = False) -> None:
-        """patiently: resend requests that are refused because the engine is not there."""
+        """patiently: resend requests that are refused because the engine is unavailable."""
         self._url = url.removeprefix("http://")
         self._patiently = patiently
         self._results: list[list[Any]] = [[] for _ in bodies]
         self._usages: list[dict[str, Any]] = [{} for _ in bodies]
         self.errors: list[int] = []  # statuses
-        self.messages: list[Any] = []  # of the errors
-        self.num_characters = 0  # streamed: the same number in each run, unlike that of events
+        self.messages: list[Any] = []  # messages of errors
+        self.num_characters = 0  # streamed; the same number in each run, unlike that of events
         self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._run, args=(number, body), daemon=True) for number, body in enumerate(bodies)
@@ -144,12 +144,12 @@ class Streams:
 
     @property
     def stop_reasons(self) -> set[Any]:
-        """Of all choices."""
+        """Return the stop reasons of all choices."""
         return {choice.get("stop_reason") for choices in self._results for choice in choices}
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers, by their usage."""
+        """Count the tokens of all answers, by their usage."""
         return sum(usage.get("completion_tokens", 0) for usage in self._usages)
 
     def __eq__(self, other: object) -> bool:
@@ -215,7 +215,7 @@ class Streams:
 
 
 def _plain(choice: dict[str, Any]) -> dict[str, Any]:
-    """Without the ids of calls, which are random."""
+    """Drop the ids of calls, which are random."""
     plain = {name: value for name, value in choice.items() if value is not None}
     if "message" in plain:
         calls = [call["function"] for call in plain["message"].get("tool_calls", [])]
@@ -224,7 +224,7 @@ def _plain(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts(usage: dict[str, Any]) -> dict[str, Any]:
-    """Without the number of cached tokens, which depends on earlier requests."""
+    """Drop the number of cached tokens, which depends on earlier requests."""
     return {name: value for name, value in usage.items() if isinstance(value, int)}
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 
 def heed_interrupts() -> None:
-    """Runs in a child before its program: a shell that started the tests in the background ignores SIGINT."""
+    """Restore SIGINT in a child before its program runs: a shell that started the tests in the background ignores
+    it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

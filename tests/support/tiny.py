@@ -47,14 +47,14 @@ def _without(sizes: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in sizes.items() if key not in keys}
 
 
-_PLAIN_HEADS = _without(_LLAMA_LIKE, "head_dim")  # of hidden_size / heads: 10
+_PLAIN_HEADS = _without(_LLAMA_LIKE, "head_dim")  # hidden_size / heads: 10
 _GPT2 = {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256}
 _GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 1.5}
 _EXPERTS = {**_LLAMA_LIKE, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {**_PLAIN_HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 37}
 _DELTA_NET = {
     "head_dim": 16,  # transformers rotates a quarter of them
-    "rms_norm_eps": 1e-3,  # with less, norms of values near 0 magnify the rounding errors of transformers and others
+    "rms_norm_eps": 1e-3,  # with less, norms of values near 0 magnify rounding errors, also in transformers
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 3,
     "linear_num_value_heads": 6,
@@ -103,7 +103,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "qwen": {
         **_without(_LLAMA_LIKE, "num_key_value_heads", "head_dim", "rope_parameters"),
-        "intermediate_size": 194,  # of gate and up together
+        "intermediate_size": 194,  # gate and up together
         "kv_channels": 10,
         "max_position_embeddings": 512,
         "seq_length": 256,
@@ -255,8 +255,8 @@ def make_checkpoint(
     """Write config.json and safetensors of a random model to `directory` (created). Returns the vocabulary's size.
 
     overrides: keys of transformers' config class; `rope="yarn"` and the like select from ROPE_SCALINGS. dtype: of the
-    file. old_config: write config.json like transformers 4. max_shard_size: "20KB" gives several files. std: of the
-    weights; the default makes the most likely token stand out.
+    file. old_config: write config.json like transformers 4. max_shard_size: "20KB" gives several files. std: standard
+    deviation of the weights; the default makes the most likely token stand out.
     """
     config = _config(family, overrides)
     model = AutoModelForCausalLM.from_config(config)
@@ -284,7 +284,7 @@ def make_served_checkpoint(directory: Path, family: str, **overrides: Any) -> st
 
 
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:
-    """config.json as `make_checkpoint` would write it, without a model."""
+    """Return config.json as `make_checkpoint` would write it, without a model."""
     config = _config(family, overrides)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     return dict(json.loads(config.to_json_string()))

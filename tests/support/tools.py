@@ -62,12 +62,12 @@ TOOLS = [WEATHER, CLOCK]
 
 
 def write_call(name: str, **arguments: object) -> str:
-    """A call as a model with DIALECT writes it."""
+    """Return a call as a model with DIALECT writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def write_files(folder: Path) -> dict[str, str]:
-    """Files with the template and the dialect, by option."""
+    """Write files with the template and the dialect. Returns them by option."""
     (folder / "template.jinja").write_text(TEMPLATE)
     (folder / "dialect.json").write_text(write_dialect(DIALECT))
     return {"--chat-template": str(folder / "template.jinja"), "--dialect": str(folder / "dialect.json")}

@@ -77,7 +77,8 @@ class Resources:
 
 
 def record(call: Callable[[], Any]) -> list[Launch]:
-    """What `call` would launch, without running it: tensors may be on the meta device, and results are garbage."""
+    """Record what `call` would launch, without running it: tensors may be on the meta device, and results are
+    garbage."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launches: list[Launch] = []
@@ -114,7 +115,8 @@ def _launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
 
 
 def _type(value: Any, as_it_comes: bool) -> str:
-    """The rule of Triton's own launcher: None becomes a constant, and so does 1 unless the kernel says otherwise."""
+    """Apply the rule of Triton's own launcher: None becomes a constant, and so does 1 unless the kernel says
+    otherwise."""
     if value is None or (type(value) is int and value == 1 and not as_it_comes):
         return "constexpr"
     if isinstance(value, torch.Tensor):
@@ -129,7 +131,7 @@ def _type(value: Any, as_it_comes: bool) -> str:
 
 
 def compiler_environment() -> dict[str, str]:
-    """Variables of a process that compiles kernels instead of interpreting them."""
+    """Return the variables of a process that compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
 

@@ -26,7 +26,7 @@ def resolve(value: Any) -> Any:
 
 
 def compiled(launch: Launch, capability: int) -> tuple[int, int, int, str]:
-    """Bytes of shared memory, registers and bytes of stack of each thread, the PTX."""
+    """Return bytes of shared memory, registers and stack bytes per thread, and the PTX."""
     function = resolve(launch.kernel)
     source = ASTSource(
         fn=function,

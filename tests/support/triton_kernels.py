@@ -18,7 +18,7 @@ def _multiply(left, right, product, SIZE: tl.constexpr):
 
 
 def multiply(left: Tensor, right: Tensor, **options: int) -> Tensor:
-    """left, right: (size, size), contiguous, size a power of two from 16 -> left @ right, float32."""
+    """Multiply left and right: (size, size), contiguous, size a power of two from 16 -> left @ right, float32."""
     product = torch.empty(left.shape, device=left.device)
     _multiply[(1,)](left, right, product, left.shape[0], **options)
     return product

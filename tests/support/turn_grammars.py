@@ -21,7 +21,7 @@ from serve_llm.server.structured_output.checker import GrammarChecker
 from serve_llm.server.structured_output.params import StructuredOutputs
 from support.grammars import compiler, demo
 
-# What looks like a separate token in the delimiters of the built-in dialects.
+# Character sequences that look like a separate token in the delimiters of the built-in dialects.
 _TOKEN = re.compile(r"<[^<>\s=]*>|\[/?[A-Z_]+\]")
 
 
@@ -77,14 +77,14 @@ def write_turn(
 
 
 def list_allowed(tokenizer: TurnTokenizer, grammar: str, text: str) -> set[int]:
-    """The ids that a grammar allows after a text."""
+    """Return the ids that a grammar allows after a text."""
     matcher = build_matcher(tokenizer.guide, grammar)
     assert matcher.consume_tokens(tokenizer.encode(text)), matcher_error(matcher)
     return _unpack(matcher)
 
 
 def accepts(tokenizer: TurnTokenizer, grammar: str, text: str | Sequence[int]) -> bool:
-    """Whether a grammar allows a turn."""
+    """Return whether a grammar allows a turn."""
     matcher = build_matcher(tokenizer.guide, grammar)
     assert not matcher.is_error(), matcher_error(matcher) + grammar
     ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
@@ -94,7 +94,7 @@ def accepts(tokenizer: TurnTokenizer, grammar: str, text: str | Sequence[int]) -
 def walk(
     tokenizer: TurnTokenizer, grammar: str, chooser: random.Random, prefix: str = "", max_tokens: int = 400
 ) -> str | None:
-    """A random text that a grammar allows; None if it has become too long."""
+    """Return a random text that a grammar allows; None if it has become too long."""
     matcher = build_matcher(tokenizer.guide, grammar)
     assert not matcher.is_error(), matcher_error(matcher) + grammar
     ids = tokenizer.encode(prefix)
@@ -111,7 +111,7 @@ def walk(
 
 
 def _unpack(matcher: LLMatcher) -> set[int]:
-    """The ids that may come next."""
+    """Return the ids that may come next."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     assert not matcher.is_error(), matcher_error(matcher)
     return {int(number) for number in np.unpackbits(mask, bitorder="little").nonzero()[0]}

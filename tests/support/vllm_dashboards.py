@@ -60,13 +60,13 @@ SERVED: dict[str, set[str]] = {
     "process_resident_memory_bytes": set(),
     "process_start_time_seconds": set(),
 }
-# Label values by which they select.
+# Label values by which the dashboards select.
 VALUES = {
     ("vllm:num_requests_waiting_by_reason", "reason"): {"capacity", "deferred"},
     ("vllm:prompt_tokens_by_source_total", "source"): {"local_compute", "local_cache_hit", "external_kv_transfer"},
     ("vllm:engine_sleep_state", "sleep_state"): {"awake", "discard_all"},
     ("vllm:request_success_total", "finished_reason"): {"stop", "length", "repetition", "abort", "error"},
-    # What their variables offer as targets: 100 ms to 10 s, and 25 ms to 500 ms.
+    # Targets offered by their variables: 100 ms to 10 s, and 25 ms to 500 ms.
     ("vllm:time_to_first_token_seconds", "le"): {"0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"},
     ("vllm:request_time_per_output_token_seconds", "le"): {
         *("0.025", "0.05", "0.075", "0.1", "0.15", "0.2", "0.3", "0.5"),

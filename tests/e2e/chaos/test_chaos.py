@@ -61,7 +61,7 @@ class Chaos:
         return 1 + (self.num_ranks if self.num_ranks > 1 else 0)
 
     def victims(self) -> list[int]:
-        """The engine and its ranks, in order."""
+        """Return the engine and its ranks, in order."""
         engine = self.daemon.engine_pid()
         return [engine, *(pid for _, pid in sorted(self.daemon.rank_pids(engine).items()))]
 
@@ -172,7 +172,7 @@ def run(chaos: Chaos, rounds: int, models: tuple[str, ...]) -> None:
 LONG = pytest.mark.long
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # from PEFT
 @pytest.mark.parametrize(
     ("grid", "rounds", "has_both"),
     [

@@ -57,7 +57,7 @@ def test_chaos_on_two_machines(options: tuple[str, ...], tmp_path: Path) -> None
     with Machines(2 + SPARES) as machines, ExitStack() as stack:
         fleet = Fleet(machines, stack, 2, *options, "--max-restarts", "1000000", model=model)
         second = 1  # number of the machine of node 1
-        num_lost = 0  # machines and nodes
+        num_lost = 0  # count of machines and nodes
         lost = rf"supervisor.* engine {int(options[1]) - 1}: rank .* by loss of its node"
         for number in range(ROUNDS):
             client = fleet.start_streams(bodies)
@@ -69,7 +69,7 @@ def test_chaos_on_two_machines(options: tuple[str, ...], tmp_path: Path) -> None
                 machine, pid, kind = rng.choice(list_victims(machines[0]) + list_victims(machines[second]))
                 machine.run("kill", "-9", str(pid))
             struck[kind] += 1
-            if kind in ("machine", "node"):  # another one is refused while this one counts as connected
+            if kind in ("machine", "node"):  # the replacement is refused while this one counts as connected
                 num_lost += 1
                 wait_until(lambda expected=num_lost: fleet.count_logged(lost) >= expected, "the loss")
                 fleet.others = [fleet.add(second, 1)]

@@ -50,7 +50,7 @@ def list_victims(machine: Machine, *kinds: str) -> list[tuple[Machine, int, str]
 
 
 def is_empty(machine: Machine) -> bool:
-    """Whether Ray and the ranks are gone."""
+    """Return whether Ray and the ranks are gone."""
     return not list_victims(machine, "raylet", "rank")
 
 
@@ -72,7 +72,7 @@ def test_chaos_over_ray(options: tuple[str, ...], tmp_path: Path) -> None:
         for worker in workers[:NUM_WORKERS]:
             start_ray(worker, folder, num_cpus, head.address)
         daemon, url = serve_on(head, folder, log, *SMALL, *options, "--max-restarts", "1000000", model=model)
-        first = 0  # of the workers that are part of the cluster
+        first = 0  # first of the workers in the cluster
         for number in range(ROUNDS):
             current = workers[first : first + NUM_WORKERS]
             client = start_streams(head, url, bodies)

@@ -1,6 +1,5 @@
 """Paged attention on the card at the shapes of models, against a dense computation in float32: prompts, decodes and
-mixed steps, windows, sinks, latent rows; a captured launch; rows that do not depend on each other.
-"""
+mixed steps, windows, sinks, latent rows; a captured launch; and rows that do not depend on each other."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from serve_llm.kernels.backends import flash_attention
 from serve_llm.kernels.backends.backend import AttentionForm, Features, Offer
 from serve_llm.kernels.registry import Kernels
 
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}  # of the norm of each row and head
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}  # relative to each row's norm
 BLOCK_SIZE = 16
 
 
@@ -30,7 +29,7 @@ BLOCK_SIZE = 16
 class Case:
     name: str
     heads: tuple[int, int, int]  # heads, kv_heads, head_dim
-    sequences: tuple[tuple[int, int], ...]  # new tokens and context of each
+    sequences: tuple[tuple[int, int], ...]  # new tokens and context length of each
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
@@ -41,7 +40,7 @@ class Case:
 
 
 def several(count: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Decodes of random contexts."""
+    """Return decodes with random contexts."""
     rng = random.Random(count)
     return tuple((1, rng.randint(1, most)) for _ in range(count))
 
@@ -82,14 +81,14 @@ TINY_CASES = [
 
 @dataclass
 class Step:
-    """A case with numbers, in a cache that is NaN wherever nothing of a sequence lies."""
+    """A case with data, in a cache that is NaN outside of the sequences."""
 
     case: Case
     device: torch.device
     seed: int = 0
     query: Tensor = field(init=False)
     cache: Tensor = field(init=False)
-    stored: Tensor = field(init=False)  # the same numbers as the kernels are given them
+    stored: Tensor = field(init=False)  # the same data as the kernels get it
     table: Tensor = field(init=False)
     sinks: Tensor | None = field(init=False)
     alibi_slopes: Tensor | None = field(init=False)
@@ -137,7 +136,7 @@ class Step:
         }
 
     def run(self, paged_attention: Callable[..., Tensor], rows: slice = slice(None)) -> Tensor:
-        """rows: of the sequences."""
+        """Run the kernel. rows: those of the sequences."""
         counts, contexts = zip(*self.case.sequences[rows], strict=True)
         starts = [0, *accumulate(counts)]
         first = sum(count for count, _ in self.case.sequences[: rows.start or 0])
@@ -147,7 +146,7 @@ class Step:
         return paged_attention(*arguments, on_device=lengths, **self.how)
 
     def wanted(self) -> Tensor:
-        """(tokens, heads, numbers of a value) float32, sequence by sequence and dense."""
+        """Return the dense result for each sequence: (tokens, heads, value_dim) float32."""
         heads, kv_heads, size = self.case.heads
         starts = [0, *accumulate(count for count, _ in self.case.sequences)]
         outputs = []
@@ -179,7 +178,7 @@ def on_device(starts: Sequence[int], contexts: Sequence[int], device: torch.devi
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """The largest of any row, as a share of what is wanted there; infinite where something is not a number."""
+    """Return the largest difference of any row, relative to the expected row; infinite if something is not a number."""
     wide = wanted.float()
     norms = wide.norm(dim=-1).clamp(min=1e-3 * float(wide.norm(dim=-1).max()))
     worst = ((found.float() - wide).norm(dim=-1) / norms).max()
@@ -187,7 +186,8 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def captured(kernels: Kernels, device: torch.device, step: Step) -> float:
-    """Difference, where decodes are captured for the longest contexts and then have the step's; a row is padding."""
+    """Return the difference when decodes are captured for the longest contexts and then replayed with the step's; one
+    row is padding."""
     count, longest = len(step.case.sequences), step.table.shape[1] * BLOCK_SIZE
     starts, contexts = list(range(count + 2)), [longest] * (count + 1)
     lengths = on_device(starts, [1] * (count + 1), device)
@@ -207,7 +207,7 @@ def captured(kernels: Kernels, device: torch.device, step: Step) -> float:
 
 
 def alone(kernels: Kernels, step: Step) -> bool:
-    """Whether each sequence has the bits that it has in company."""
+    """Return whether each sequence has the same bits alone as in the batch."""
     together, first = step.run(kernels.paged_attention), 0
     for row, (count, _) in enumerate(step.case.sequences):
         if not torch.equal(step.run(kernels.paged_attention, slice(row, row + 1)), together[first : first + count]):
@@ -217,7 +217,7 @@ def alone(kernels: Kernels, step: Step) -> bool:
 
 
 def flash_offer(device: torch.device, case: Case) -> Offer:
-    """What FlashAttention-3 offers for a case on this card, or why it does not."""
+    """Return FlashAttention-3's offer for a case on this card, or the reason for its refusal."""
     form = AttentionForm(
         case.heads[2],
         case.value_dim,
@@ -232,11 +232,11 @@ def flash_offer(device: torch.device, case: Case) -> Offer:
 
 
 def flash_checks(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], float], float]]:
-    """The same cases by FlashAttention-3, as far as it offers them on this card; see `checks`."""
+    """Yield the cases that FlashAttention-3 offers on this card; see `checks`."""
 
     def compared(paged_attention: Callable[..., Tensor], case: Case) -> float:
         step = Step(case, device)
-        step.stored.nan_to_num_(0.0)  # it multiplies what no query sees by 0
+        step.stored.nan_to_num_(0.0)  # it multiplies masked values by 0
         return difference(step.run(paged_attention), step.wanted())
 
     for case in cases:
@@ -249,7 +249,7 @@ def flash_checks(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[
 def checks(
     choose: Callable[..., Kernels], device: torch.device, rehearse: bool
 ) -> Iterator[tuple[str, Callable[[], float], float]]:
-    """Names, what gives the difference, and what that may be."""
+    """Yield names, a function that returns the difference, and its limit."""
     kernels, invariant = choose(), choose(batch_invariant=True)
 
     def compared(version: Kernels, case: Case) -> float:

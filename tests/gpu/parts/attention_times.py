@@ -1,7 +1,6 @@
-"""Paged attention's times where the figures of `bench` do not look: contexts of unequal length, a short chunk after a
-long context, a cache whose blocks hold all layers beside a dense one. FlashAttention-3 (without paging,
-from vLLM's wheel) is the yardstick for prompts.
-"""
+"""Times of paged attention where `bench` does not measure: contexts of unequal length, a short chunk after a long
+context, and a cache whose blocks hold all layers compared with a dense one. FlashAttention-3 (without paging, from
+vLLM's wheel) is the reference for prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Bench:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.bfloat16)
 
     def micros(self, name: str, make: Callable[[], Call], num_bytes: int) -> float:
-        """Of one call among others with tensors of their own. num_bytes: that a call reads."""
+        """Return the microseconds of one call among others with their own tensors. num_bytes: read by a call."""
         if self.here.rehearse:
             return common.seconds(make(), repeats=1, warm=1) * 1e6
         return bench_gpu.graph_us(Case(name, make, num_bytes))
@@ -51,13 +50,13 @@ class Bench:
         return self.random(num_blocks, 2, self.kv_heads, BLOCK_SIZE, self.size)
 
     def with_plan(self, call: partial[Tensor]) -> Call:
-        """The call with the planning of a step, which otherwise only the first call makes."""
+        """Return the call with the planning of a step, which otherwise only the first call does."""
         lengths = call.keywords["on_device"]
         return lambda: call(on_device=lengths.without_plans())
 
     def paged(self, cache: Tensor, new: int, contexts: Sequence[int]) -> partial[Tensor]:
-        """A step of so many new tokens of each sequence. In decode the host's list holds an upper bound only, as in a
-        captured step."""
+        """Build a step with this many new tokens of each sequence. In decode, the host's list only has an upper bound,
+        as in a captured step."""
         count = len(contexts)
         columns = -(-max(contexts) // BLOCK_SIZE)
         used = sum(-(-context // BLOCK_SIZE) for context in contexts)
@@ -85,7 +84,7 @@ def blocks_of(contexts: Sequence[int]) -> int:
 
 
 def unequal(bench: Bench) -> None:
-    """One launch, as of one layer."""
+    """Time one launch, as for one layer."""
     sized, report = bench.here.sized, bench.here.report
     contexts = uneven(sized(64, 3), sized(CONTEXT, 32), sized(LONG_CONTEXT, 200))
     micros = {}
@@ -108,13 +107,13 @@ def unequal(bench: Bench) -> None:
 
 
 def strided(bench: Bench) -> None:
-    """Decodes from a cache whose blocks hold all layers, as an engine's do, and from one of a single layer."""
+    """Time decodes with a cache whose blocks hold all layers, as in engines, and with a cache of a single layer."""
     sized, report = bench.here.sized, bench.here.report
     contexts = [sized(CONTEXT, 32)] * sized(64, 2)
     count, layers = blocks_of(contexts), sized(LAYERS, 2)
     flat = torch.empty((count, layers, 2, bench.kv_heads, BLOCK_SIZE, bench.size), dtype=torch.bfloat16)
     flat = torch.empty_like(flat, device=bench.device)
-    for layer in range(layers):  # float32 numbers of all layers at a time would be large
+    for layer in range(layers):  # float32 data of all layers at once would be large
         flat[:, layer] = bench.cache(count)
     turns = itertools.cycle(range(layers))
     num_bytes = bench.cached_bytes(sum(contexts))
@@ -126,7 +125,7 @@ def strided(bench: Bench) -> None:
 
 
 def flash_attention() -> Callable[..., Tensor] | str:
-    """FlashAttention-3's function, or why there is none."""
+    """Return FlashAttention-3's function, or the reason why it is missing."""
     try:
         return FlashLibrary().attend
     except (ImportError, OSError, RuntimeError) as error:
@@ -134,7 +133,7 @@ def flash_attention() -> Callable[..., Tensor] | str:
 
 
 def prompts(bench: Bench) -> None:
-    """Ours over blocks, FlashAttention-3 over keys and values side by side."""
+    """Compare ours on blocks with FlashAttention-3 on contiguous keys and values."""
     theirs = flash_attention()
     for count, tokens in [(1, 64)] if bench.here.rehearse else [(4, 2048), (1, 8192), (1, 32768)]:
         name = f"prompts, {count} x {tokens}"
@@ -160,7 +159,7 @@ def prompts(bench: Bench) -> None:
 
 
 def agree(bench: Bench, flash: Callable[..., Tensor]) -> None:
-    """Both compute the same, or their times say nothing."""
+    """Check that both compute the same; otherwise their times mean nothing."""
     tokens = 512
     cache = bench.cache(tokens // BLOCK_SIZE)
     query = bench.random(tokens, bench.heads, bench.size)
@@ -185,7 +184,7 @@ def main() -> None:
     for measure in measurements():
         try:
             measure(bench)
-        except Exception as error:  # the next one may be well
+        except Exception as error:  # the next one may work
             here.report.check(measure.__name__, False, repr(error)[:200])
 
 

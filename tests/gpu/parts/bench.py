@@ -1,5 +1,5 @@
-"""The kernels' times in graphs, from their own benchmark, with shares of what a copy and a large product reach in the
-same run."""
+"""Times of the kernels in graphs, from their own benchmark, relative to a copy and a large product measured in the same
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of the GPU check share: where they run, the models that they make, and how they measure time."""
+"""Shared by the parts of the GPU check: where they run, the models that they create, and how they measure time."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Place:
         return tiny if self.rehearse else full
 
     def folder(self, shape: Shape) -> str:
-        """A checkpoint without weights: config.json, and the demo model's tokenizer with a word for each further id,
-        because a server sends no event for ids that have no text."""
+        """Create a checkpoint without weights: config.json, and the demo model's tokenizer with a word for each further
+        id, because a server sends no event for ids without text."""
         folder = Path(tempfile.gettempdir()) / f"serve-llm-gpu-check-{shape.name}{'-tiny' if self.rehearse else ''}"
         folder.mkdir(exist_ok=True)
         config = shape.config | (shape.tiny if self.rehearse else {})
@@ -56,7 +56,7 @@ class Place:
         return {"device": self.device, "load_format": "dummy", "log_level": "warning", **small}
 
     def words(self) -> list[str]:
-        """Return the same options for a command line."""
+        """Return the same options as command-line arguments."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.options().items()]
 
 
@@ -88,7 +88,8 @@ def wait() -> None:
 
 
 def limits(rehearse: bool) -> Limits:
-    """Return the card's limits: a copy's bytes, read and written; a bfloat16 matrix product of random numbers."""
+    """Return the card's limits: the bandwidth of a copy, read and written; the rate of a bfloat16 matrix product of
+    random numbers."""
     found = _limits("cpu", 1 << 20, 256) if rehearse else _limits("cuda", 1 << 32, 8192)
     torch.cuda.empty_cache()  # the engine, a separate process, needs the card's memory
     return found
@@ -106,6 +107,6 @@ def _limits(device: str, num_bytes: int, size: int) -> Limits:
 def tell_step(
     here: Place, name: str, took: float, spec: ModelSpec, chunks: Chunks, found: Limits, aim: float | None = None
 ) -> None:
-    """Report a step's time, and its lower bound by bytes and operations as a share. took: seconds."""
+    """Report a step's time, and its lower bound by bytes and operations as a share of that. took: seconds."""
     here.report.measured(name, took * 1000, "ms")
     here.report.measured(f"{name}: share of the floor", floor_seconds(spec, chunks, found) / took, aim=aim)

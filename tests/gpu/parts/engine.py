@@ -1,6 +1,5 @@
-"""The whole engine on the card: the same tokens as on a CPU for a mixed load; nothing that depends on what else is
-computed, where that is promised; layers in 8-bit floats.
-"""
+"""The whole engine on the card: the same tokens as on a CPU for a mixed load; results that do not depend on the rest of
+the batch, where that is promised; and fp8 layers."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from support.engine import Result, generate, greedy, make_engine
 from support.reference import reference_logprobs
 from support.tiny import make_checkpoint
 
-# Share of sampled texts that must be the same. Some draws fall so close to the border between two tokens that weights
-# changed by 1e-7 give the other one.
+# Required share of equal sampled texts. Some draws are so close to the boundary between two tokens that weights changed
+# by 1e-7 give the other one.
 LEAST_SAMPLED = 0.8
 
 
@@ -64,7 +63,7 @@ def captured(engine: EngineCore) -> int:
 
 
 def invariance(here: common.Place, folder: Path) -> None:
-    """In bfloat16, where another order of additions shows at once."""
+    """Check in bfloat16, where another order of additions shows at once."""
     vocab_size = make_checkpoint(folder, "llama")
     asked = prompts(vocab_size, (1, 5, 17, 40, 64, 100))
     requests = [greedy(number, prompt, 24, logprobs=1) for number, prompt in enumerate(asked)]
@@ -81,7 +80,7 @@ def invariance(here: common.Place, folder: Path) -> None:
 
 
 def quantised(here: common.Place, folder: Path) -> None:
-    """Log-probabilities of prompts from layers in 8-bit floats, beside those of transformers' float32."""
+    """Compare logprobs of prompts from fp8 layers with transformers' float32."""
     name = "--quantization fp8: as transformers, as far as 8 bits go"
     if here.rehearse:
         here.report.not_run(name, "it is served on GPUs only")
@@ -91,7 +90,7 @@ def quantised(here: common.Place, folder: Path) -> None:
 
 
 def tell_error(here: common.Place, name: str, engine: EngineCore, folder: Path, asked: list[list[int]]) -> None:
-    """Check the log-probabilities of prompts beside those of transformers' float32, as far as 8 bits go."""
+    """Check the logprobs of prompts against transformers' float32, with a tolerance for fp8."""
     found = generate(engine, [greedy(number, prompt, 8, prompt_logprobs=1) for number, prompt in enumerate(asked)])
     ours, exact = [], []
     for number, prompt in enumerate(asked):

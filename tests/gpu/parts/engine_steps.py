@@ -1,4 +1,4 @@
-"""An engine in this process whose steps are timed one by one, and what torch's profiler says of them: not a part."""
+"""An engine in this process whose steps are timed one by one and profiled by torch. Not a part of the check."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
 Spans = Iterable[tuple[float, float]]  # begin and end
-ENDS = 0.1  # of the measured time at either end, which belong to the profiler as well
+ENDS = 0.1  # share of the measured time at either end that is excluded, since the profiler also takes time there
 TOP_KERNELS = 10
 SETTLED = 4  # tokens of each sequence until its steps are captured
-LONGEST = 16384  # tokens of the longest request that the shapes allow: the cache must have room for it
+LONGEST = 16384  # tokens of the longest request that the shapes allow, which must fit into the cache
 SLACK = 60  # steps until all sequences have settled
 
 
@@ -36,7 +36,7 @@ class KernelSpan(NamedTuple):
 
 
 def busy(spans: Spans, begin: float, end: float) -> float:
-    """Of the time from begin to end, the part in which any of the spans runs."""
+    """Return the time between begin and end during which any of the spans runs."""
     total, until = 0.0, begin
     for first, last in sorted(spans):
         first, last = max(first, until), min(last, end)
@@ -47,7 +47,7 @@ def busy(spans: Spans, begin: float, end: float) -> float:
 
 
 def idle_share(spans: Spans) -> float:
-    """Between the first and the last span, but for their ends."""
+    """Return the idle share between the first and the last span, without both ends."""
     spans = list(spans)
     begin, end = min(first for first, _ in spans), max(last for _, last in spans)
     margin = ENDS * (end - begin)
@@ -56,7 +56,7 @@ def idle_share(spans: Spans) -> float:
 
 
 def top_kernels(spans: Iterable[KernelSpan], count: int = TOP_KERNELS) -> list[tuple[str, float, int]]:
-    """Name, µs and launches of those with the most time, most first."""
+    """Return name, µs and launches of the kernels with the most time, in descending order."""
     micros: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     for span in spans:
@@ -68,11 +68,11 @@ def top_kernels(spans: Iterable[KernelSpan], count: int = TOP_KERNELS) -> list[t
 def decoding_engine(
     here: common.Place, folder: str, contexts: Sequence[int], output: int, spare: int = 0
 ) -> EngineCore:
-    """With a request of each context, decoding, in steps that are captured already, for `output` steps more. spare:
-    tokens of other requests that the cache has room for."""
+    """Build an engine with a request for each context, decoding in steps that are already captured, for `output` more
+    steps. spare: tokens of other requests that fit into the cache."""
     batch, output = len(contexts), output + SLACK
     options = {key: value for key, value in here.options().items() if key != "log_level"}
-    tokens = max(sum(contexts) + batch * (output + 64) + spare, LONGEST)  # of 128 KiB each in an 8B
+    tokens = max(sum(contexts) + batch * (output + 64) + spare, LONGEST)  # 128 KiB each for an 8B model
     memory = options.get("kv_cache_memory", f"{-(-tokens // 4096)}GiB")
     engine = make_engine(Path(folder), **{**options, "max_num_seqs": batch + 4, "kv_cache_memory": memory})
     sampling = Sampling(max_tokens=output, temperature=0.0, seed=0)
@@ -89,19 +89,19 @@ def decoding_engine(
 
 
 def forget() -> None:
-    """Engines that are gone: their memory is the next one's."""
+    """Free the memory of discarded engines for the next one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """In no cache, if no other one has the seed."""
+    """Return a prompt that is in no cache, unless another one has the seed."""
     return random.Random(seed).choices(range(300, 4000), k=tokens)
 
 
 def timed_steps(engine: EngineCore, count: int, executed: list[float]) -> float:
-    """Seconds of a step of steady decoding. executed: gets the host's seconds in each call of `execute`."""
+    """Return the seconds of a step of steady decoding. executed: gets the host's seconds in each call of `execute`."""
     execute = engine._executor.execute
 
     def timed(batch: object, masks: object = None) -> object:
@@ -121,14 +121,14 @@ def timed_steps(engine: EngineCore, count: int, executed: list[float]) -> float:
 
 
 class Arrivals:
-    """One more prompt before each step of an engine; each ends with its first token."""
+    """Sends one more prompt before each step of an engine; each ends with its first token."""
 
     def __init__(self, engine: EngineCore, tokens: int) -> None:
         self._engine, self._tokens = engine, tokens
         self._ids = itertools.count(100_000)
 
     def run(self, count: int) -> tuple[float, list[int]]:
-        """Seconds of a step, and the tokens that each computed."""
+        """Run steps. Returns the seconds of each, and the tokens that it computed."""
         prompts = [prompt(self._tokens, next(self._ids)) for _ in range(count)]
         sampling = Sampling(max_tokens=1, temperature=0.0, seed=0)
         computed = []
@@ -140,7 +140,7 @@ class Arrivals:
 
 
 def first_token_seconds(engine: EngineCore, request: Request) -> float:
-    """Of a request that is alone and ends with it."""
+    """Return the seconds to the first token of a request that runs alone and ends with it."""
     assert not engine.has_work
     began = time.perf_counter()
     engine.add_requests([request])
@@ -150,7 +150,7 @@ def first_token_seconds(engine: EngineCore, request: Request) -> float:
 
 
 def kernels_of(call: Callable[[], object]) -> list[KernelSpan]:
-    """What ran on the device in the meantime."""
+    """Return what ran on the device during the block."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def kernels_of(call: Callable[[], object]) -> list[KernelSpan]:
 def tell_kernels(
     here: common.Place, name: str, call: Callable[[], object], count: int, aim: float | None = None
 ) -> None:
-    """Rows of a profiled call of so many steps: the GPU's idle share, and the kernels with the most time."""
+    """Report a profiled call of this many steps: the GPU's idle share, and the kernels with the most time."""
     if here.rehearse:
         here.report.not_run(f"{name}: idle share of the GPU", "there is none")
         return

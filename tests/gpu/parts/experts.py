@@ -1,4 +1,4 @@
-"""Experts, in the shape of Qwen3 30B-A3B: decoding and a prompt."""
+"""Experts in the shape of Qwen3 30B-A3B: decoding and a prompt."""
 
 from __future__ import annotations
 

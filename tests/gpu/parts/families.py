@@ -1,6 +1,5 @@
-"""Tokens of tiny models of every other family on the card, equal to transformers' on a CPU, in float32. Most of the
-time goes to compiling kernels.
-"""
+"""Tokens of tiny models of every other family on the card, compared with transformers on a CPU, in float32. Most of the
+time goes to compiling kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from support.engine import generate, greedy, make_engine
 from support.reference import reference_greedy
 from support.tiny import FAMILIES, make_checkpoint
 
-TOLERANCE = 1e-3  # of log-probabilities
+TOLERANCE = 1e-3  # for logprobs
 
 
 def family(name: str, folder: Path, device: str) -> tuple[bool, str]:
-    """Whether it is as it should be, and the difference."""
+    """Check a family. Returns whether it is correct, and the difference."""
     vocab_size = make_checkpoint(folder, name)
     asked = prompts(vocab_size, (1, 9, 33))
     expected = [reference_greedy(folder, prompt, 10) for prompt in asked]
@@ -39,7 +38,8 @@ def family(name: str, folder: Path, device: str) -> tuple[bool, str]:
 
 
 def check(here: common.Place, names: Sequence[str], root: Path) -> None:
-    """Several at a time, as most of it is Triton's compiler and transformers on the CPU. names: the slowest first."""
+    """Check several families at a time, as most of it is Triton's compiler and transformers on the CPU. names: the
+    slowest first."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(here.sized(16, 1), context, torch.set_num_threads, (1,)) as pool:
         names = names[:2] if here.rehearse else names
@@ -47,7 +47,7 @@ def check(here: common.Place, names: Sequence[str], root: Path) -> None:
         for future in as_completed(running):
             try:
                 passed, value = future.result()
-            except Exception as error:  # the next one may be well
+            except Exception as error:  # the next one may work
                 passed, value = False, repr(error)[:200]
             here.report.check(f"{running[future]}: as transformers, float32", passed, value)
 

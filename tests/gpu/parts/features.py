@@ -1,6 +1,5 @@
-"""Features of the engine on the card: adapters, drafts, grammars, vectors, blocks that come back from host memory, a KV
-cache in 8-bit floats. The tokens are those of an engine on a CPU.
-"""
+"""Features of the engine on the card: adapters, drafts, grammars, vectors, blocks read back from host memory, an fp8 KV
+cache. The tokens must be those of an engine on a CPU."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def drafts(here: common.Place, folder: Path) -> None:
 
 
 def mtp(here: common.Place, folder: Path) -> None:
-    """The layer is random, so nearly all that it proposes is wrong."""
+    """Check drafts of a random layer, nearly all of which are wrong."""
     layer = make_mtp_checkpoint(folder, "deepseek_v3")
     asked = prompts(layer.model.config.vocab_size, (1, 8, 21, 40))
     requests = [greedy(number, prompt, 16) for number, prompt in enumerate(asked)]
@@ -107,7 +106,7 @@ def vectors(here: common.Place, folder: Path) -> None:
 
 
 def offload(here: common.Place, folder: Path) -> None:
-    """Six conversations take turns in a cache that holds little more than one."""
+    """Check six conversations that take turns in a cache for little more than one."""
     vocab_size = make_checkpoint(folder, "llama")
     texts = prompts(vocab_size, (60,) * 6)
     turns = [
@@ -135,7 +134,7 @@ def offload(here: common.Place, folder: Path) -> None:
 
 
 def fp8_cache(here: common.Place, folder: Path) -> None:
-    """Log-probabilities of prompts in chunks, of which all but the first read keys and values that were rounded."""
+    """Check logprobs of prompts in chunks, of which all but the first read keys and values that were rounded."""
     name = "--kv-cache-dtype fp8: as transformers, as far as 8 bits go"
     if here.rehearse or torch.cuda.get_device_capability() not in FP8_CACHE_CAPABILITIES:
         here.report.not_run(name, "it is served on GPUs of compute capability 8.9 and 9.0 only")
@@ -162,7 +161,7 @@ def main() -> None:
             folder.mkdir()
             try:
                 part(here, folder)
-            except Exception as error:  # the next one may be well
+            except Exception as error:  # the next one may work
                 here.report.check(part.__name__, False, repr(error)[:200])
 
 

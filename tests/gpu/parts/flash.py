@@ -1,6 +1,5 @@
-"""FlashAttention-3 as the engine's backend: the cases of `parts.attention`, its times beside Triton's over the same
-cache, and an 8B engine that uses it. The library comes from vLLM's wheel, as nothing here reaches the Hub.
-"""
+"""FlashAttention-3 as the engine's backend: the cases of `parts.attention`, its times next to Triton's on the same
+cache, and an 8B engine that uses it. The library comes from vLLM's wheel, because the Hub cannot be reached here."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ STEPS = (  # names, new tokens of each sequence, contexts
 
 
 def check_cases(here: common.Place) -> None:
-    """Those of all cases that it computes, and why not the others."""
+    """Check the cases that it supports, and report why it does not support the others."""
     device, offered = torch.device(here.device), 0
     for case in attention.CASES:
         checks = list(attention.flash_checks(device, [case]))
@@ -49,7 +48,7 @@ def check_cases(here: common.Place) -> None:
 
 def compare_times(here: common.Place) -> None:
     bench = Bench(here)
-    ours = choose()  # `bench.kernels` has FlashAttention-3 here
+    ours = choose()  # `bench.kernels` uses FlashAttention-3 here
     flash = FlashAttention(flash_library.FlashLibrary())
     for name, new, contexts in STEPS:
         num_bytes = bench.cached_bytes(sum(contexts))
@@ -63,7 +62,7 @@ def compare_times(here: common.Place) -> None:
         try:
             triton = bench.micros(name, partial(make, ours.paged_attention), num_bytes)
             theirs = bench.micros(name, partial(make, flash), num_bytes)
-        except Exception as error:  # the next one may be well
+        except Exception as error:  # the next one may work
             here.report.check(name, False, repr(error)[:200])
             continue
         here.report.measured(f"{name}: Triton", triton, "µs")
@@ -92,7 +91,7 @@ def main() -> None:
         for measure in (check_cases, compare_times, measure_engine):
             try:
                 measure(here)
-            except Exception as error:  # the next one may be well
+            except Exception as error:  # the next one may work
                 here.report.check(measure.__name__, False, repr(error)[:300])
 
 

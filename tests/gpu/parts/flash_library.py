@@ -1,7 +1,7 @@
-"""FlashAttention-3 out of vLLM's wheel, with the interface of vLLM's build in the Hub.
+"""FlashAttention-3 from vLLM's wheel, with the interface of vLLM's build on the Hub.
 
-`wheels.py` carries the library as the package `vllm_fa3`. It uses torch's stable interface, so it loads into other
-versions of torch than the one it was built for.
+`wheels.py` packages the library as `vllm_fa3`. It uses torch's stable interface, so it loads into other versions of
+torch than the one it was built for.
 """
 
 from __future__ import annotations
@@ -77,15 +77,16 @@ class FlashLibrary:
         return found[0]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Without a cache. query: (sequences, tokens, heads, head_dim); key and value: with kv_heads instead."""
+        """Compute attention without a cache. query: (sequences, tokens, heads, head_dim); key and value: with kv_heads
+        instead."""
         how = query.shape[3] ** -0.5, causal, -1, -1, 0.0, True, None, 1, None, 0, None
         found: list[Tensor] = torch.ops._vllm_fa3_C.fwd(query, key, value, *[None] * 20, *how, 1, 0, None)
         return found[0]
 
 
 def install(folder: Path) -> None:
-    """Give this process and those that it starts a package `kernels`, whose `get_kernel` returns this library instead
-    of asking the Hub. Raises what `FlashLibrary` raises."""
+    """Give this process and its children a package `kernels`, whose `get_kernel` returns this library instead of
+    contacting the Hub. Raises what `FlashLibrary` raises."""
     FlashLibrary()
     package = folder / "kernels" / "__init__.py"
     package.parent.mkdir()
@@ -95,6 +96,6 @@ def install(folder: Path) -> None:
 
 
 def get_kernel(repository: str, revision: str) -> FlashLibrary:
-    """What the Hub's package has under this name. There is one library, whatever is asked for."""
+    """Stand in for the Hub package's function. Returns the only library for any name."""
     del repository, revision
     return FlashLibrary()

@@ -1,6 +1,5 @@
-"""How long the GPU stands idle in steady decoding: the time in which no kernel runs, in some fifty steps of an engine
-in this process; which kernels take the most time; and what the host does in a step.
-"""
+"""The share of time in steady decoding during which no kernel runs on the GPU, over some fifty steps of an engine in
+this process; which kernels take the most time; and what the host does in a step."""
 
 from __future__ import annotations
 

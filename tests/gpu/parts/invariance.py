@@ -1,4 +1,4 @@
-"""What `--batch-invariant` costs: the same work with it and without."""
+"""The cost of `--batch-invariant`: the same work with and without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel on the card, at the shapes of models and at odd ones, against plain torch in float32.
+"""Every Triton kernel on the card, at the shapes of models and at unusual ones, against plain torch in float32.
 
 `--rehearse`: in Triton's interpreter, tiny.
 """
@@ -25,7 +25,7 @@ from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSam
 from support import experts, grouped, triton_rounding
 
 BF16 = torch.bfloat16
-Found = Iterator[tuple[str, float, float]]  # name, difference, what it may be
+Found = Iterator[tuple[str, float, float]]  # name, difference, its limit
 
 
 class Numbers:
@@ -63,7 +63,7 @@ def activations(kernels: Kernels, random: Numbers, widths: tuple[int, ...]) -> F
 
 
 def ropes(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int, int], ...]) -> Found:
-    """The queries, and the whole cache: what is not written must stay as it was."""
+    """Check the queries, and the whole cache: values that are not written must be unchanged."""
     for heads, kv_heads, size in shapes:
         for tokens in (1, 5, 300):
             qkv, blocks = random(tokens, (heads + 2 * kv_heads) * size), tokens // 16 + 2
@@ -102,7 +102,7 @@ def latent_ropes(kernels: Kernels, random: Numbers, shape: tuple[int, int, int])
 
 
 def delta_rules(kernels: Kernels, random: Numbers, sizes: tuple[int, int, int, int], tokens: int) -> Found:
-    """sizes: key heads, heads of each, and the sizes of keys and values. A sequence that goes on, beside a new one."""
+    """Check a sequence that continues next to a new one. sizes: key heads, heads per key head, key_dim, value_dim."""
     key_heads, group, key_dim, value_dim = sizes
     heads = key_heads * group
     channels = 2 * key_heads * key_dim + heads * value_dim
@@ -126,7 +126,7 @@ def delta_rules(kernels: Kernels, random: Numbers, sizes: tuple[int, int, int, i
 
 
 def products(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int], ...]) -> Found:
-    """Batch-invariant ones; rows on their own have the bits that they have among others."""
+    """Check batch-invariant products; rows alone have the same bits as among others."""
     for outputs, inputs in shapes:
         for dtype in (BF16, torch.float32):
             weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype)
@@ -150,7 +150,7 @@ def products_fp8(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int
 
 
 def products_packed(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int], ...]) -> Found:
-    """Weights of 4 and 8 bits in every form, against the definition's weight."""
+    """Check weights of 4 and 8 bits in every format, against the definition's weight."""
     for outputs, inputs in shapes:
         for form in grouped.FORMS:
             weight = grouped.make_weight(form, outputs, inputs, 16 if form == "nvfp4" else 32)
@@ -181,7 +181,7 @@ def _plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def drawing(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -> Found:
-    """Shares of rows with another answer: a draw that stands on a border may fall to either side of it."""
+    """Yield the shares of rows with a different answer: a draw at a boundary may go to either side."""
     logits = random(rows, columns) * 3
     pick = torch.Generator().manual_seed(2)
     uniform = torch.rand((3, rows), generator=pick, dtype=torch.float64)
@@ -239,7 +239,7 @@ def penalties(kernels: DeviceSampling, random: Numbers, columns: int) -> Found:
 def adapters(
     kernels: Kernels, random: Numbers, sizes: tuple[tuple[int, tuple[int, ...], int], ...], counts: tuple[int, ...]
 ) -> Found:
-    """Three adapters of a layer, the last one with DoRA's factors, and an empty slot. sizes: inputs, parts, rank.
+    """Check three adapters of a layer, the last one with DoRA's factors, and an empty slot. sizes: inputs, parts, rank.
     counts: of rows."""
     assert kernels.allocate_lora_slots is not None
     for inputs, parts, rank in sizes:
@@ -272,14 +272,15 @@ def adapters(
 
 
 def tell(here: common.Place, found: Found, expected: str) -> None:
-    """One row for each name: the worst. expected: what the row is called if it all ends with an error."""
+    """Report one row for each name, with the largest difference. expected: the name of the row if an error ends
+    everything."""
     worst: dict[str, tuple[float, float]] = {}
     try:
         for name, value, most in found:
-            value = math.inf if math.isnan(value) else value  # which no comparison finds
+            value = math.inf if math.isnan(value) else value  # comparisons never find NaN
             worst[name] = max(worst.get(name, (0.0, most)), (value, most))
         common.wait()
-    except Exception as error:  # the next kernel may be well
+    except Exception as error:  # the next kernel may work
         here.report.check(expected, False, repr(error)[:200])
     for name, (value, most) in worst.items():
         here.report.check(name, value < most, f"{value:.1e}")
@@ -322,13 +323,13 @@ def check(here: common.Place) -> None:
 
 
 def interpreted() -> str:
-    """Prepare Triton's interpreter; why it cannot be used, if so."""
+    """Prepare Triton's interpreter. Returns why it cannot be used, if so."""
     os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")
     try:
         from triton.runtime import interpreter
 
-        interpreter._convert_float = triton_rounding.convert  # as a GPU rounds
+        interpreter._convert_float = triton_rounding.convert  # rounds as a GPU does
         found = choose(batch_invariant=True)
         weight, x = torch.randn(5, 200), torch.randn(3, 200)
         error = difference(found.pack(weight)(x), x @ weight.t())
@@ -339,7 +340,7 @@ def interpreted() -> str:
 
 @torch.inference_mode()
 def run(here: common.Place, check: Callable[[common.Place], None]) -> None:
-    """Run the checks of a part, in Triton's interpreter if it is rehearsed."""
+    """Run the checks of a part, in Triton's interpreter in a rehearsal."""
     if here.rehearse and (reason := interpreted()):
         here.report.not_run("kernels", reason)
         return

@@ -1,4 +1,4 @@
-"""Latent attention, in the shape of DeepSeek-V2-Lite (16B): decoding and a prompt."""
+"""Latent attention in the shape of DeepSeek-V2-Lite (16B): decoding and a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine is: versions, the card, and the two rates that everything is compared with."""
+"""Facts about the machine: versions, the card, and the two rates that everything is compared with."""
 
 from __future__ import annotations
 

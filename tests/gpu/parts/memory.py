@@ -1,6 +1,5 @@
-"""What the card's memory holds once every size of decode step has been captured, beside what was planned at start:
---gpu-memory-utilization of the card, graphs included.
-"""
+"""Memory used on the card after every size of decode step has been captured, compared with the plan at start:
+--gpu-memory-utilization of the card, graphs included."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ MIB = 2**20
 
 
 def capture_ladder(engine: EngineCore, batch: int) -> list[int]:
-    """Numbers of sequences that were decoded together: so many, and fewer by and by."""
+    """Decode this many sequences together, then gradually fewer. Returns the numbers of sequences that were decoded."""
     requests = []
     for number in range(batch):
         later = sum(size > number for size in list_decode_sizes(batch))  # sizes whose steps compute this sequence
@@ -39,7 +38,7 @@ def sampling(tokens: int) -> Sampling:
 
 
 def used_bytes() -> tuple[int, int]:
-    """Of the card, by whoever uses it; and reserved by torch in this process."""
+    """Return the bytes used on the card by all processes, and those reserved by torch in this process."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free, torch.cuda.memory_reserved()

@@ -1,6 +1,5 @@
-"""Steps as a server has them, in the shape of Llama 8B: prompts that arrive while others decode, contexts of unequal
-length, and a short chunk after a long prefix that is in the cache.
-"""
+"""Steps as in a server, in the shape of Llama 8B: prompts that arrive while others decode, contexts of unequal length,
+and a short chunk after a long cached prefix."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ STEPS = 40
 
 
 def with_arrivals(here: common.Place, folder: str) -> None:
-    """Beside pure decode steps of the same engine, and the products that the prompt adds to them."""
+    """Compare with pure decode steps of the same engine, and the products that the prompt adds to them."""
     spec, found = LLAMA_8B_LONG.spec(), common.limits(here.rehearse)
     batch, context, count = here.sized(64, 3), here.sized(CONTEXT, 32), here.sized(STEPS, 4)
     arriving = here.sized(ARRIVING, 20)
@@ -46,7 +45,7 @@ def with_arrivals(here: common.Place, folder: str) -> None:
 
 
 def with_unequal_contexts(here: common.Place, folder: str) -> None:
-    """Beside contexts of equal length that are as long together."""
+    """Compare with contexts of equal length and the same total."""
     spec, found = LLAMA_8B_LONG.spec(), common.limits(here.rehearse)
     count = here.sized(STEPS, 4)
     unequal = uneven(here.sized(64, 4), here.sized(CONTEXT, 16), here.sized(LONG_CONTEXT, 300))

@@ -1,4 +1,4 @@
-"""The families that the part `families` leaves."""
+"""The families that the part `families` does not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output tokens per second offline, in the shape of Llama 8B with random weights: as many requests as fit."""
+"""Output tokens per second offline, in the shape of Llama 8B with random weights, with as many requests as fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parts import common
 from parts.speed import generate
 from serve_llm import LLM
 
-TENSORRT_FP8 = 17744  # output tokens/s that TensorRT-LLM publishes for this shape in FP8, 1000 in and 1000 out
+TENSORRT_FP8 = 17744  # output tokens/s published by TensorRT-LLM for this shape in FP8, 1000 in and 1000 out
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""transformers' own generation with continuous batching on the same card, beside ours on the same requests."""
+"""transformers' own generation with continuous batching on the same card, compared with ours on the same requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main() -> None:
     )
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     with LLM(folder, max_num_seqs=count, gpu_memory_utilization=0.4, **here.options()) as llm:
-        llm.generate(others, params, use_tqdm=False)  # compiles and captures what the others use
+        llm.generate(others, params, use_tqdm=False)  # compiles and captures what the following requests use
         began = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         ours = count * output / (time.perf_counter() - began)
@@ -35,7 +35,7 @@ def main() -> None:
     with torch.device(here.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     chosen = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    how = {"generation_config": chosen, "progress_bar": False, "persistent_manager": True}  # keeps what is captured
+    how = {"generation_config": chosen, "progress_bar": False, "persistent_manager": True}  # keeps captured graphs
     model.generate_batch(inputs=others, **how)
     began = time.perf_counter()
     found = model.generate_batch(inputs=prompts, **how)

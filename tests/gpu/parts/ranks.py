@@ -1,7 +1,6 @@
 """NCCL with one rank, inside a captured graph; and the tokens of several ranks, compared with those of one.
 
-Each rank needs a GPU of its own; shapes for which there are too few are reported as not run. A rehearsal has its ranks
-on a CPU.
+Each rank needs its own GPU; shapes that need more GPUs are reported as not run. A rehearsal runs its ranks on a CPU.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def compare_ranks(here: common.Place, shapes: Sequence[tuple[int, int, str]]) ->
                 engine = spread(here, folder, tensor, pipeline, all_reduce)
                 with contextlib.closing(engine._executor):
                     found = generate(engine, requests)
-            except Exception as error:  # the next one may be well
+            except Exception as error:  # the next one may work
                 here.report.check(what, False, repr(error)[:200])
                 continue
             same = all(found[number].token_ids == result.token_ids for number, result in expected.items())

@@ -1,4 +1,5 @@
-"""The daemon under load, beside the same work offline: output tokens per second, first tokens, time between tokens."""
+"""The daemon under load, compared with the same work offline: output tokens per second, first tokens, time between
+tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The engine's speed in real shapes with random weights, offline, beside the least that the bytes and operations of
-each step take: see `floors`.
-"""
+"""The engine's speed in real shapes with random weights, offline, compared with the lower bound by bytes and operations
+of each step: see `floors`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from serve_llm.engine.model.spec import ModelSpec
 
 
 def generate(llm: LLM, count: int, prompt_tokens: int, output_tokens: int, seed: int) -> float:
-    """Seconds for so many requests at a time. Prompts of another seed are in no cache."""
+    """Return the seconds for this many concurrent requests. Prompts of another seed are in no cache."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(300, 4000) for _ in range(prompt_tokens)] for _ in range(count)]
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
@@ -27,15 +26,18 @@ def generate(llm: LLM, count: int, prompt_tokens: int, output_tokens: int, seed:
 
 
 def decode_rate(llm: LLM, batch: int, context: int, steps: int) -> float:
-    """Tokens per second of each sequence while all are decoded: a long run less a short one, of the same prompts, which
-    are in the cache by then, as their time would hide what is measured."""
-    generate(llm, batch, context, 8, seed=batch)  # compiles and captures what the others use
+    """Return the tokens per second of each sequence while all are decoding.
+
+    This is the difference of a long and a short run with the same prompts, which are cached by then: computing them
+    would hide the measured time.
+    """
+    generate(llm, batch, context, 8, seed=batch)  # compiles and captures what the following runs use
     short = generate(llm, batch, context, 8, seed=batch)
     return steps / (generate(llm, batch, context, 8 + steps, seed=batch) - short)
 
 
 def prompt_seconds(llm: LLM, tokens: int) -> float:
-    """From a prompt of so many tokens to its first new one: the best of three."""
+    """Return the seconds from a prompt with this many tokens to its first new one: the minimum of three."""
     generate(llm, 1, tokens, 1, seed=1)
     return min(generate(llm, 1, tokens, 1, seed=seed) for seed in (2, 3, 4))
 
@@ -59,7 +61,7 @@ def prefill(here: common.Place, name: str, llm: LLM, spec: ModelSpec, found: Lim
 
 
 def measure_shape(here: common.Place, name: str, shape: Shape, quantization: str | None = None) -> None:
-    """Decoding and a prompt of one shape."""
+    """Measure decoding and a prompt of one shape."""
     found, spec = common.limits(here.rehearse), shape.spec(quantization)
     options = here.options() | ({"quantization": quantization} if quantization else {})
     with LLM(here.folder(shape), max_num_seqs=here.sized(64, 4), **options) as llm:

@@ -1,7 +1,6 @@
-"""How long until the daemon answers, by phase: with random weights and nothing compiled yet, and with Triton's files on
-the disk; how much longer the first requests take than later ones; and how fast weights come from a file that no memory
-holds.
-"""
+"""The time until the daemon answers, by phase: with random weights and nothing compiled yet, and with Triton's files on
+the disk; how much longer the first requests take than later ones; and how fast weights are read from a file that is not
+in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ AIMS = {("cold", "exec to first token"): 15.0, ("cold", "first request over late
 
 
 def read_seconds(file: Path) -> float:
-    """From the disk, as far as the system forgets what it is asked to forget."""
+    """Read from the disk, as far as the system drops its cache when asked to."""
     forget(file)
     began = time.perf_counter()
     with file.open("rb", buffering=0) as stream:
@@ -38,7 +37,7 @@ def forget(file: Path) -> None:
 
 
 def starts(here: common.Place, words: list[str]) -> None:
-    """Twice, with the same folder for what Triton compiles."""
+    """Start twice, with the same folder for Triton's compiled kernels."""
     folder = here.folder(LLAMA_8B)
     with tempfile.TemporaryDirectory() as compiled:
         for how in ("cold", "warm"):
@@ -62,7 +61,7 @@ def weights_from_a_file(here: common.Place, words: list[str]) -> None:
 
 def main() -> None:
     here = common.place("start")
-    words = [*here.words(), "--log-level=info"]  # which names the phases
+    words = [*here.words(), "--log-level=info"]  # logs the phases
     starts(here, words)
     weights_from_a_file(here, words)
 

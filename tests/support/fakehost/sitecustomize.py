@@ -1,6 +1,6 @@
-"""On PYTHONPATH: makes every Python process with TEST_HOST in its environment believe that it runs on another host than
-those with another TEST_HOST. They then use no shared memory between them, but the network. Python imports it by itself.
-"""
+"""On PYTHONPATH, makes every Python process with TEST_HOST in its environment believe that it is on another host than
+processes with a different TEST_HOST: they communicate over the network instead of shared memory. Python imports this
+module by itself."""
 
 import os
 

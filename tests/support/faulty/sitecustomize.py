@@ -1,7 +1,9 @@
-"""Faults from outside, for processes that are started with this folder on PYTHONPATH: a prompt that holds one of the
-tokens below makes the worker that computes it die, raise, sleep, or find no memory; FAULT_AT_START, such as "raise 1",
-makes a rank do the first two, or the last, while it loads (rank 0: also the one in the engine's process). Nothing of
-the product knows of this."""
+"""Injects faults into processes that are started with this folder on PYTHONPATH.
+
+A prompt that contains one of the tokens below makes the worker that computes it die, raise, sleep, or run out of
+memory. FAULT_AT_START, such as "raise 1", makes a rank do the first two, or the last, while it loads (rank 0 may also
+be the one in the engine's process). The product has no code for this.
+"""
 
 import importlib.abc
 import importlib.machinery
