@@ -1,5 +1,5 @@
-# The only commands that anyone needs. Each makes the environment first, where it is missing: `make serve` with what serving
-# needs, the others with the development tools too.
+# The only commands that are needed. Each creates the environment first if it is missing: `make serve` with the
+# dependencies of serving, the others also with the development tools.
 # The repository's root must not be on sys.path: its folder `kernels` would hide a package of that name.
 export PYTHONSAFEPATH = 1
 

@@ -35,7 +35,7 @@ shift 4
 hf_home=$(cd "$hf_home" && pwd)
 command -v docker >/dev/null || fail "docker is not on PATH"
 
-# The container's user is uid 1000 and gid 1000, whoever that is here. Access lists are not looked at, so only warn.
+# The container's user has uid 1000 and gid 1000. Access lists are not checked, so only warn.
 read -r mode uid gid < <(stat -c '%a %u %g' "$hf_home")
 if [ "$uid" = 1000 ]; then wanted=0300; elif [ "$gid" = 1000 ]; then wanted=0030; else wanted=0003; fi
 if (((8#$mode & wanted) != wanted)); then
