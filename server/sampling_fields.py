@@ -1,4 +1,5 @@
-"""Keywords of `SamplingParams` that it has no field for: neutral ones of vLLM are accepted, others answered by name."""
+"""Keywords of `SamplingParams` that are not fields here: vLLM's are accepted with neutral values, others refused by
+name."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ OTHER_NAMES = {
 
 
 class NeutralField(NamedTuple):
-    """A field of vLLM's SamplingParams that is accepted while it asks for nothing."""
+    """A field of vLLM's SamplingParams that is accepted with values that have no effect."""
 
     is_neutral: Callable[[Any], bool]
     hint: str
@@ -34,7 +35,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _is_whole_output(value: object) -> bool:
-    """vLLM's RequestOutputKind, by its name or number, but DELTA: `LLM` returns whole texts."""
+    """Return whether this is vLLM's RequestOutputKind, by name or number, except DELTA: `LLM` returns whole texts."""
     return getattr(value, "name", value) in (None, "CUMULATIVE", "FINAL_ONLY", 0, 2)
 
 
@@ -56,10 +57,10 @@ NEUTRAL = {
 
 
 class SamplingFields(msgspec.StructMeta):
-    """The class of `SamplingParams`, which reads its keywords."""
+    """The metaclass of `SamplingParams`, which reads its keywords."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
-        """Raises TypeError for a keyword that is no field, and InvalidRequest for one whose value is not neutral."""
+        """Raises TypeError for an unknown keyword, and InvalidRequest for one whose value is not neutral."""
         try:
             return super().__call__(*args, **fields)
         except TypeError:

@@ -17,7 +17,7 @@ from serve_llm.server.structured_output.params import StructuredOutputs
 
 
 class Range(msgspec.Struct, frozen=True):
-    """Allowed values of a number. Both ends are included, but the lower end is not if `above`."""
+    """Allowed values of a number. Both ends are included, except for the lower end if `above`."""
 
     low: float
     high: float | None = None
@@ -32,7 +32,7 @@ class Range(msgspec.Struct, frozen=True):
         return low if self.high is None else f"{low} and at most {self.high}"
 
 
-LARGEST = 2**31 - 1  # where the model sets the real limit
+LARGEST = 2**31 - 1  # the model sets the real limit
 RANGES = {
     "n": Range(1),
     "temperature": Range(0, 2),
@@ -51,7 +51,7 @@ RANGES = {
     "thinking_token_budget": Range(-1, LARGEST),
 }
 LOGIT_BIAS = Range(-100, 100)
-PATTERN_SIZE = Range(1, 256)  # every token costs time for every size
+PATTERN_SIZE = Range(1, 256)  # each size costs time for every token
 REPETITIONS = Range(2, LARGEST)
 MAX_LOGPROB_TOKEN_IDS = 128
 
@@ -99,10 +99,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: what is left of the context
+    max_tokens: int | None = 16  # None: the rest of the context
     min_tokens: int = 0
     logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None  # ids whose log-probabilities are wanted too, with `logprobs`
+    logprob_token_ids: list[int] | None = None  # ids whose logprobs are requested too, with `logprobs`
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
@@ -154,5 +154,5 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
 
     @property
     def most_logprobs(self) -> int | None:
-        """The most log-probabilities of one position besides the chosen token's; None if none are wanted."""
+        """The maximum number of logprobs at one position besides the chosen token's; None if none are requested."""
         return None if self.logprobs is None else self.logprobs + len(self.logprob_token_ids or ())

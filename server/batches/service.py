@@ -37,7 +37,7 @@ class BatchService:
         concurrency: int,
         counts: BatchCounts,
     ) -> None:
-        """As in `BatchContext`."""
+        """The arguments are those of `BatchContext`."""
         self.store = store
         slots = BatchSlots(admission, concurrency, counts)
         self._context = BatchContext(store, app, tuple(owners), limits, concurrency, slots, counts)

@@ -139,7 +139,7 @@ class DialectParser:
     # continue.
 
     def _read_start(self) -> bool:
-        """At the start of content, where reasoning may open and calls may come without a delimiter."""
+        """Read at the start of content, where reasoning may open and calls may come without a delimiter."""
         start = skip_space(self._buffer, 0)
         if start == len(self._buffer) and not self._is_final:
             return False
@@ -160,7 +160,7 @@ class DialectParser:
         return True
 
     def _read_text(self) -> bool:
-        """In reasoning or content, up to the delimiter that ends it."""
+        """Read reasoning or content, up to the delimiter that ends it."""
         if self._drops_space and not self._drop_space():
             return False
         start = 0
@@ -240,7 +240,7 @@ class DialectParser:
         return True
 
     def _read_malformed(self) -> bool:
-        """In a call whose arguments are invalid: its whole text is passed on as it is."""
+        """Read a call whose arguments are invalid: its whole text is passed on as it is."""
         found = self._delimiters.call_end.find(self._buffer, 0, self._is_final)
         end = found if isinstance(found, int) else found.start
         self._add_arguments(self._buffer[:end])
@@ -261,7 +261,7 @@ class DialectParser:
         return True
 
     def _read_between(self) -> bool:
-        """After a call: another call of the same section, the end of the section, or text that belongs to neither."""
+        """Read after a call: another call of the section, its end, or text that belongs to neither."""
         assert self._heads is not None
         start = skip_space(self._buffer, 0)
         if start == len(self._buffer):
@@ -287,7 +287,7 @@ class DialectParser:
         return True
 
     def _drop_cut_close(self) -> bool:
-        """At the beginning of a delimiter that closes a call. If the turn ends in it, it is not content."""
+        """Drop the beginning of a delimiter that closes a call. If the turn ends in it, it is not content."""
         if self._is_final:
             self._buffer = ""
         return False

@@ -9,7 +9,8 @@ BODY_WRITER = "serve_llm.body_writer"  # key in the ASGI scope: the BodyWriter o
 
 
 class BodyWriter:
-    """For a response whose start and first part were sent by ASGI's `send`, which its last part must be too."""
+    """Writes to a response whose start and first part were sent by ASGI's `send`, which must also send its last
+    part."""
 
     __slots__ = ("_cycle", "_flow", "_write")
 

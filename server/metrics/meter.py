@@ -197,7 +197,7 @@ class Meter:
             self.inference_time.observe(times.last_token - times.scheduled)
 
     def take(self) -> MeterCounts:
-        """All counts, which begin anew here."""
+        """Return all counts and reset them."""
         taken = MeterCounts({}, {}, {})
         for name, value in vars(self).items():
             if isinstance(value, Histogram):
@@ -214,7 +214,7 @@ class Meter:
         return taken
 
     def add(self, counts: MeterCounts) -> None:
-        """Count what another meter has counted."""
+        """Add the counts of another meter."""
         for name, number in counts.numbers.items():
             setattr(self, name, getattr(self, name) + number)
         for name, labelled in counts.labelled.items():

@@ -144,7 +144,7 @@ class EngineCollector(Collector):
         return family
 
     def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
-        """Counts of drafts. Each engine has one draft source."""
+        """Counts of drafts by source. Each engine has one draft source."""
         family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
         for labels, engine in self._labelled_engines():
             family.add_metric([*labels, self._draft_source], count(engine.stats))
@@ -189,7 +189,7 @@ class EngineCollector(Collector):
         return family
 
     def _by_reason(self, name: str, text: str, label: str, counts: Mapping[Any, int]) -> Metric:
-        """Counts of the server, not of an engine."""
+        """Counts of the server by reason, not by engine."""
         family = CounterMetricFamily(self._prefix + name, text, labels=["model_name", label])
         for value, count in counts.items():
             family.add_metric([self._model_name, str(value)], count)

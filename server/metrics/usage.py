@@ -61,7 +61,7 @@ class UsageMeter:
         self.by_adapter.current = loaded
 
     def count(self, request: Request, num_generated: int | None) -> None:
-        """Count a request that has ended. num_generated: tokens received; None if there was no output."""
+        """Count a request that has ended. num_generated: received tokens; None if there was no output."""
         was_computed = num_generated is not None and request.sampling.choice == 0
         prompt_tokens = len(request.prompt_ids) if was_computed else 0
         self.by_key.count(str(request.tenant), prompt_tokens, num_generated or 0)

@@ -1,4 +1,4 @@
-"""Metrics that only exist with --metrics-prefix vllm:, in the form in which vLLM's Grafana dashboards ask for them."""
+"""Metrics that only exist with --metrics-prefix vllm:, in the form that vLLM's Grafana dashboards query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve_llm.server.metrics.meter import Meter
 from serve_llm.server.metrics.prometheus import LABELS, EngineCollector
 
 VLLM_PREFIX = "vllm:"
-# Engines are never put to sleep here.
+# Engines never sleep here.
 _SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 _GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", lambda stats, _: stats.kv_cache_usage),
@@ -67,7 +67,7 @@ class VllmCollector(EngineCollector):
 
 
 def choose_collector(options: Options) -> type[EngineCollector]:
-    """By --metrics-prefix."""
+    """Choose the collector by --metrics-prefix."""
     return VllmCollector if options.metrics_prefix == VLLM_PREFIX else EngineCollector
 
 
@@ -76,7 +76,7 @@ def _host_memory(stats: Stats) -> OffloadStats:
 
 
 def _collect_routes(meter: HttpMeter) -> Iterator[Metric]:
-    """The names and labels of prometheus-fastapi-instrumentator, which vLLM's server uses."""
+    """Collect under the names and labels of prometheus-fastapi-instrumentator, which vLLM's server uses."""
     requests = CounterMetricFamily("http_requests", "HTTP requests.", labels=["handler", "method", "status"])
     text = "Time until an HTTP request was answered."
     seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=["handler", "method"])

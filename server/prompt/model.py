@@ -132,7 +132,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path)
 
 
 def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, else the tokenizer."""
+    """Read the end ids from generation_config.json, else config.json, else the tokenizer."""
     for eos in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_id):
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]

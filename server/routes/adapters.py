@@ -18,12 +18,12 @@ from serve_llm.server.schema.models import ModelCard
 def create_adapter_router(
     state: AppState, registry: AdapterRegistry, share: Callable[[], Awaitable[None]] | None = None
 ) -> APIRouter:
-    """share: tells the front ends of a change, and returns when they know."""
+    """Build the routes. share: tells the front ends about a change, and returns when they know it."""
     router = APIRouter()
 
     @router.post("/v1/load_lora_adapter", **describe_route(LoadAdapterRequest, ModelCard, needs_administrator=True))
     async def load_lora_adapter(request: Request) -> ModelCard:
-        """Serve the adapter of a directory under a name, or load it again."""
+        """Serve the adapter in a directory under a name, or load it again."""
         state.check_administrator(request)
         async with state.reading_body(request) as content:
             body = parse_body(LoadAdapterRequest, content, state.limits)
@@ -36,7 +36,7 @@ def create_adapter_router(
         "/v1/unload_lora_adapter", **describe_route(UnloadAdapterRequest, AdapterUnloaded, needs_administrator=True)
     )
     async def unload_lora_adapter(request: Request) -> AdapterUnloaded:
-        """Drop the name of an adapter. Requests that have begun go on."""
+        """Drop the name of an adapter. Requests that have started continue."""
         state.check_administrator(request)
         async with state.reading_body(request) as content:
             body = parse_body(UnloadAdapterRequest, content, state.limits)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from serve_llm.server.tracing.tracing import Tracing
 
 VERSION = version("serve-llm")
-TIMEOUT_HEADER = "X-Request-Timeout"  # seconds from arrival after which the client no longer wants the response
+TIMEOUT_HEADER = "X-Request-Timeout"  # seconds from arrival after which the client no longer needs the response
 
 MAX_HEADER_CHARACTERS = 1000
 
@@ -66,7 +66,7 @@ class AppState:
     ignored_fields: Counter[str]  # fields of requests without effect, by route
     owners: tuple[str, ...] = ("",)  # those of stored objects, one per API key
     administrators: frozenset[int] = frozenset()  # indices of API keys
-    response_store: ResponseStore | None = None  # None: responses are not stored
+    response_store: ResponseStore | None = None  # in bodies that `schema.common.parse_by_policy` parses
     ignores_unknown_fields: bool = False  # in bodies that `schema.common.parse_by_policy` reads
     tracing: Tracing | None = None  # None: there are no traces
     request_log: RequestLog | None = None  # None: requests are not logged
@@ -87,7 +87,7 @@ class AppState:
         return Caller(request.scope.get(TENANT) or 0, arrival, deadline, None)
 
     def open(self, request: TextRequest, caller: Caller) -> Generation:
-        """A generation of the caller's request that is not submitted yet."""
+        """Create a generation for the caller's request, which is not submitted yet."""
         return self.generator.open(
             request,
             caller.arrival,
@@ -97,18 +97,18 @@ class AppState:
         )
 
     def check_administrator(self, request: Request) -> None:
-        """Raises Forbidden unless the request came with a key that may change what the server serves."""
+        """Raise Forbidden unless the request came with a key that may change what the server serves."""
         if request.scope.get(TENANT) not in self.administrators:
             raise Forbidden("this route needs an API key that begins with admin:")
 
     def read_owner(self, request: Request) -> str:
-        """To whom belongs what the request stores."""
+        """Return the owner of the objects that the request stores."""
         return self.owners[request.scope.get(TENANT) or 0]
 
     @contextmanager
     def trace(self, request: Request, job: str, arrival: float) -> Iterator[RequestTrace | None]:
-        """The trace of a request, which ends with an error that leaves the context; else its generation ends it. None
-        without tracing. job: one of `server.prompt.jobs.JOBS`. arrival: clock time."""
+        """Start the trace of a request, which ends with an error that leaves the context, otherwise with its
+        generation. None without tracing. job: one of `server.prompt.jobs.JOBS`. arrival: clock time."""
         if self.tracing is None:
             yield None
             return
@@ -132,7 +132,7 @@ class AppState:
 
     @asynccontextmanager
     async def reading_body(self, request: Request) -> AsyncIterator[bytes]:
-        """The body, which counts as being read until the context ends. Raises RequestError."""
+        """Read the body, which counts as being read until the context ends. Raises RequestError."""
         self.dispatcher.check()
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
@@ -151,7 +151,7 @@ class AppState:
             yield b"".join(chunks)
 
     def describe_ignored(self, request: Request, names: list[str]) -> dict[str, str]:
-        """Count the fields of a request that have no effect; returns the header that names them."""
+        """Count the fields of a request that have no effect. Returns the header that names them."""
         if not names:
             return {}
         self.ignored_fields[request.scope["path"]] += len(names)
@@ -159,7 +159,8 @@ class AppState:
         return {"x-ignored-fields": value[:MAX_HEADER_CHARACTERS]}
 
     def build_meta(self, id_prefix: str, name: str, response_id: str | None = None) -> ResponseMeta:
-        """The identity of a new response under this name of the model. response_id: without prefix; None: a new one."""
+        """Build the identity of a new response under this name of the model. response_id: without prefix; None: a new
+        one."""
         return ResponseMeta(
             id=f"{id_prefix}-{response_id or uuid.uuid4().hex}",
             created=int(time.time()),
@@ -169,7 +170,8 @@ class AppState:
         )
 
     def _fingerprint(self, name: str) -> str:
-        """Changes with the code, the model and its dtype: with a seed, equal fingerprints mean equal responses."""
+        """Return a value that changes with the code, the model and its dtype: with a seed, equal fingerprints mean
+        equal responses."""
         source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.dispatcher.facts.dtype}"
         adapter = self.model.adapters.get(name)
         if adapter is not None:

@@ -37,7 +37,7 @@ from serve_llm.server.schema.batches import (
 from serve_llm.server.schema.common import ObjectList, parse_by_policy
 from serve_llm.server.storage.database import describe_failure
 
-MAX_FORM_BYTES = 2**16  # for all of an upload but its file
+MAX_FORM_BYTES = 2**16  # for all of an upload except its file
 MAX_CREATION_BYTES = 2**16
 MAX_FILE_LIMIT = 10_000
 _ANCHOR = "expires_after[anchor]"
@@ -148,14 +148,14 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
 
     @router.post("/v1/batches/{batch_id}/cancel", **describe_route(None, BatchReply, problems=STORE_PROBLEMS))
     async def cancel_batch(batch_id: str, request: Request) -> Response:
-        """End a batch; requests that are not answered get an error that says so."""
+        """End a batch; its unanswered requests get an error that says so."""
         return _answer(await service.cancel(batch_id, state.read_owner(request)))
 
     return router
 
 
 async def _read_form(request: Request, max_file_bytes: int) -> FormData:
-    """The form of an upload, whose file is in a temporary file. Raises InvalidRequest, TooLarge,
+    """Read the form of an upload, whose file is put into a temporary file. Raises InvalidRequest, TooLarge,
     StoreError."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidRequest("the body must be multipart/form-data with file and purpose", "Content-Type")
@@ -178,7 +178,8 @@ async def _read_form(request: Request, max_file_bytes: int) -> FormData:
 
 
 def _check_form(form: FormData) -> tuple[UploadFile, int | None]:
-    """The file, and the seconds that it is kept for, None: until it is deleted. Raises InvalidRequest, Unsupported."""
+    """Return the file, and the seconds for which it is kept; None: until it is deleted. Raises InvalidRequest,
+    Unsupported."""
     for name in form:
         if name not in ("file", "purpose", _ANCHOR, _SECONDS):
             raise Unsupported(f"the field {name[:100]!r} is not supported", name)

@@ -47,11 +47,12 @@ def describe_route(
     needs_administrator: bool = False,
     problems: Mapping[int, str] | None = None,
 ) -> Json:
-    """Keyword arguments for a route's decorator.
+    """Build keyword arguments for a route's decorator.
 
     events: forms of the data of a stream's events, if the route can stream. body: the content of the request's body, if
-    it is not JSON of `request`. query: as `describe_parameter` makes them. is_anthropic: errors have Anthropic's shape.
-    problems: statuses of errors that other routes do not answer."""
+    it is not JSON of `request`. query: made by `describe_parameter`. is_anthropic: errors have Anthropic's shape.
+    problems: additional error statuses.
+    """
     success: Json = {"model": response}
     if events:
         forms = [_reference(event) for event in events]
@@ -71,7 +72,7 @@ def describe_problems(
     needs_administrator: bool = False,
     problems: Mapping[int, str] | None = None,
 ) -> dict[int | str, Json]:
-    """The errors of a route, for its `responses`. problems: see `describe_route`."""
+    """Describe the errors of a route, for its `responses`. problems: see `describe_route`."""
     statuses = {**_PROBLEMS, **(problems or {})}
     if needs_administrator:
         statuses |= _ADMINISTRATOR_PROBLEMS
@@ -84,12 +85,12 @@ def describe_problems(
 
 
 def describe_parameter(name: str, **schema: object) -> Json:
-    """A query parameter, which may be omitted."""
+    """Describe a query parameter, which may be omitted."""
     return {"in": "query", "name": name, "required": False, "schema": schema}
 
 
 def describe_page(max_limit: int = 100) -> tuple[Json, ...]:
-    """The query parameters that `routes.page.read_page` reads."""
+    """Describe the query parameters that `routes.page.read_page` reads."""
     return (
         describe_parameter("limit", type="integer", minimum=1, maximum=max_limit, default=20),
         describe_parameter("order", type="string", enum=["asc", "desc"], default="desc"),
@@ -98,7 +99,7 @@ def describe_page(max_limit: int = 100) -> tuple[Json, ...]:
 
 
 def build_openapi(app: FastAPI, models: list[type[BaseModel]]) -> Json:
-    """The app's OpenAPI document, with the schemas of the models that `describe_route` refers to."""
+    """Build the app's OpenAPI document, with the schemas of the models that `describe_route` refers to."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, schemas = models_json_schema(
@@ -111,7 +112,7 @@ def build_openapi(app: FastAPI, models: list[type[BaseModel]]) -> Json:
 
 
 def _remove_unprocessable(document: Json) -> None:
-    """FastAPI describes a 422 for every route with a parameter. Ours take any text."""
+    """Remove the 422 that FastAPI describes for every route with a parameter. Ours accept any text."""
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)

@@ -66,7 +66,8 @@ Builder = TypeVar("Builder", bound=BodyBuilder)
 
 @dataclass(frozen=True)
 class TextEndpoint(Generic[Builder]):
-    """What the routes that generate text differ in. job: one of `server.prompt.jobs.JOBS` that returns `Generate`."""
+    """The differences between the routes that generate text. job: one of `server.prompt.jobs.JOBS` that returns
+    `Generate`."""
 
     job: str
     id_prefix: str
@@ -91,13 +92,13 @@ def create_router(state: AppState) -> APIRouter:
 
 
 def complete(state: AppState, request: Request) -> Response:
-    """The response of /v1/completions."""
+    """Build the response of /v1/completions."""
     endpoint = TextEndpoint("completion", "cmpl", _create_completion_builder, _create_encoder)
     return GenerationResponse(state, request, endpoint)
 
 
 def chat(state: AppState, request: Request) -> Response:
-    """The response of /v1/chat/completions."""
+    """Build the response of /v1/chat/completions."""
     endpoint = TextEndpoint("chat", "chatcmpl", _create_chat_builder, _create_encoder)
     return GenerationResponse(state, request, endpoint)
 
@@ -132,7 +133,7 @@ def _create_encoder(builder: ResponseBuilder, parsed: Generate) -> SSEEncoder:
 
 @dataclass(frozen=True)
 class Prepared(Generic[Builder]):
-    """A request that has been parsed, with what answers it. The generation has not been entered."""
+    """A parsed request and its builders. The generation has not been entered."""
 
     parsed: Generate
     generation: Generation
@@ -141,7 +142,7 @@ class Prepared(Generic[Builder]):
 
 
 class GenerationResponse(Response, Generic[Builder]):
-    """A request with all that it takes to answer it, from reading its body to the last byte sent."""
+    """Answers a request, from reading its body to sending the last byte."""
 
     response_id: str | None = None  # without prefix; None: a new one
 
@@ -179,7 +180,7 @@ class GenerationResponse(Response, Generic[Builder]):
         await self.respond(receive, send, Prepared(parsed, generation, builder, headers))
 
     async def parse(self, deadline: float | None) -> Generate:
-        """The request of the body. Raises RequestError."""
+        """Parse the body. Raises RequestError."""
         return await self._state.run_prompt_job(self._request, self._endpoint.job, Generate, deadline)
 
     async def respond(self, receive: Receive, send: Send, prepared: Prepared[Builder]) -> None:
@@ -194,8 +195,8 @@ class GenerationResponse(Response, Generic[Builder]):
             else:
                 respond = _send_body(send, generation, prepared.builder, prepared.headers)
             try:
-                # In its own task: a wake-up runs through every coroutine that awaits another, and the framework's dozen
-                # around this one would cost a third of a token's time.
+                # In its own task: a wake-up runs through all nested coroutines, and the framework's dozen around this
+                # one would cost a third of a token's time.
                 await asyncio.create_task(respond)
             finally:
                 watch.cancel()
@@ -216,7 +217,8 @@ async def send_content(send: Send, content: bytes, headers: Headers) -> None:
 
 
 class _EventPusher:
-    """Writes the usual events of one stream. With slots, because a token's time goes by the objects that it touches."""
+    """Writes the usual events of one stream. Has slots, because a token's time depends on the objects that it
+    touches."""
 
     __slots__ = ("_events", "_generation", "_writer")
 
@@ -237,7 +239,7 @@ class _EventPusher:
 async def _send_events(
     send: Send, generation: Generation, events: EventEncoder, headers: Headers, writer: BodyWriter | None
 ) -> None:
-    """writer: for the usual events; None: all go by `send`."""
+    """Send the events. writer: for the usual events; None: all are sent by `send`."""
     pusher = None if writer is None else _EventPusher(generation, events, writer)
     has_started = False
     seconds = events.start_seconds
@@ -261,8 +263,8 @@ async def _send_events(
 
 
 async def _encode_next(generation: Generation, events: EventEncoder, seconds: float | None) -> bytes | None:
-    """The next events, which may be empty, or a ping after this time; None after the last ones, or when closed. Raises
-    RequestError."""
+    """Return the next events, which may be empty, or a ping after this time; None after the last ones, or when closed.
+    Raises RequestError."""
     if seconds is not None and not await generation.wait(seconds):
         return events.encode_ping(generation.counts())
     deltas = await generation.next()

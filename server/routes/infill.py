@@ -23,7 +23,7 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post(PATHS[0], **describe_route(InfillRequest, InfillReply, InfillEvent, InfillReply))
     async def infill(request: Request) -> Response:
-        """The text at the cursor, as llama.cpp's editor plug-ins ask for it."""
+        """Return the text at the cursor, as llama.cpp's editor plug-ins request it."""
         return GenerationResponse(state, request, endpoint)
 
     return router

@@ -1,4 +1,4 @@
-"""POST /invocations: one route for all requests, as SageMaker sends them. The fields of the body tell them apart."""
+"""POST /invocations: one route for all requests, as SageMaker sends them. The fields of the body distinguish them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def create_router(state: AppState) -> APIRouter:
 
 
 def _replay(content: bytes, receive: Receive) -> Receive:
-    """Receives a body again that was read already, then what comes after it."""
+    """Receives a body again that was already read, then what follows it."""
     pending: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
 
     async def receive_again() -> Message:

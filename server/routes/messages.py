@@ -35,7 +35,7 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post(PATHS[1], **describe_route(CountTokensRequest, CountTokensReply, is_anthropic=True))
     async def count_tokens(request: Request) -> Response:
-        """The number of tokens of the prompt that a conversation becomes."""
+        """Return the number of prompt tokens of a conversation."""
         counted = await state.run_prompt_job(request, "count_tokens", TokenCount)
         headers = state.describe_ignored(request, counted.ignored_fields)
         return JSONResponse({"input_tokens": counted.count}, headers=headers)

@@ -12,7 +12,7 @@ from serve_llm.server.schema.models import ModelCard, ModelList
 
 
 def build_card(state: AppState, name: str) -> ModelCard:
-    """The card of the base model under one of its names, or of an adapter."""
+    """Build the card of the base model under one of its names, or of an adapter."""
     adapter = state.model.find_adapter(name)
     return ModelCard(
         id=name,

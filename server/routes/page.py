@@ -26,7 +26,7 @@ def read_page(request: Request, max_limit: int = 100) -> Page:
 
 
 def build_page(objects: list[bytes], has_more: bool) -> Response:
-    """objects: the JSON of each, with an id."""
+    """Build a page. objects: the JSON of each, with an id."""
     items = [from_json(content) for content in objects]
     return JSONResponse(
         {
@@ -40,7 +40,7 @@ def build_page(objects: list[bytes], has_more: bool) -> Response:
 
 
 def read_count(request: Request, name: str, default: int) -> int:
-    """A whole number of the query. Raises InvalidRequest."""
+    """Read a whole number from the query. Raises InvalidRequest."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -53,14 +53,14 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post("/v2/embed", **describe_route(CohereEmbedRequest, CohereEmbedReply))
     async def create_cohere_embeddings(request: Request) -> Response:
-        """The embedding of each text, as Cohere's API has it."""
+        """The embedding of each text, in Cohere's API."""
         return PoolingResponse(state, request, "embed_cohere", "embd", build_cohere_embeddings)
 
     @router.post("/v1/rerank", **describe_route(RerankRequest, RerankReply))
     @router.post("/rerank", **describe_route(RerankRequest, RerankReply))
     @router.post("/v2/rerank", **describe_route(RerankRequest, RerankReply))
     async def create_ranking(request: Request) -> Response:
-        """Documents in the order of their relevance to a query."""
+        """Documents ordered by their relevance to a query."""
         return rerank(state, request)
 
     @router.post("/v1/score", **describe_route(ScoreRequest, ScoreReply))
@@ -83,32 +83,32 @@ def create_router(state: AppState) -> APIRouter:
 
 
 def embed(state: AppState, request: Request) -> Response:
-    """The response of /v1/embeddings."""
+    """Build the response of /v1/embeddings."""
     return PoolingResponse(state, request, "embed", "embd", build_embeddings)
 
 
 def rerank(state: AppState, request: Request) -> Response:
-    """The response of /v1/rerank."""
+    """Build the response of /v1/rerank."""
     return PoolingResponse(state, request, "rerank", "rerank", build_ranking)
 
 
 def classify(state: AppState, request: Request) -> Response:
-    """The response of /classify."""
+    """Build the response of /classify."""
     return PoolingResponse(state, request, "classify", "classify", build_classes)
 
 
 def score(state: AppState, request: Request) -> Response:
-    """The response of /v1/score."""
+    """Build the response of /v1/score."""
     return PoolingResponse(state, request, "score", "score", build_scores)
 
 
 def pool(state: AppState, request: Request) -> Response:
-    """The response of /pooling."""
+    """Build the response of /pooling."""
     return PoolingResponse(state, request, "pool", "pool", build_pooled)
 
 
 class PoolingResponse(Response):
-    """A request whose result is vectors, with all that it takes to answer it."""
+    """Answers a request whose result is vectors."""
 
     def __init__(self, state: AppState, request: Request, job: str, id_prefix: str, build_body: BuildBody) -> None:
         """job: one of `server.prompt.jobs.JOBS` that returns `Pool`."""
@@ -153,7 +153,7 @@ class PoolingResponse(Response):
 
 
 async def join_parts(parts: Iterable[bytes]) -> bytes:
-    """The parts as one, made while other requests run too."""
+    """Join the parts, letting other requests run meanwhile."""
     content = bytearray()
     num_bytes_at_pause = 0
     for part in parts:

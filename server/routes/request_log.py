@@ -1,6 +1,6 @@
-"""--enable-log-requests: one line for each request of text or vectors, once it has been parsed.
+"""--enable-log-requests: one line for each request for text or vectors, once it has been parsed.
 
-A line holds numbers and names. Texts that a client chose (prompts, stop strings, schemas, salts) are left out or
+A line holds numbers and names. Texts that a client chose (prompts, stop strings, schemas, salts) are omitted or
 counted. Only --max-log-len adds the beginnings of prompts. Generated text and keys are never logged.
 """
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 Parameters = dict[str, bool | int | float | str]
 
-_KEY_DIGITS = 12  # enough to tell keys apart
+_KEY_DIGITS = 12  # enough to distinguish keys
 _TOKENS_PER_CHARACTER = 4  # at most, in a vocabulary of bytes
 _COUNTED = ("stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 
 
 class RequestLog:
     def __init__(self, tokenizer: Tokenizer, key_names: tuple[str, ...], max_characters: int | None) -> None:
-        """key_names: digests of the API keys. max_characters: of each prompt, to be logged; None: no text is."""
+        """key_names: digests of the API keys. max_characters: of each prompt that are logged; None: no text is."""
         self._tokenizer = tokenizer
         self._key_names = key_names
         self._max_characters = max_characters
@@ -63,7 +63,8 @@ class RequestLog:
 
 
 def describe_parameters(request: TextRequest) -> Parameters:
-    """The usual parameters with their values in effect, and others that the request has set. Of lists, the length."""
+    """Describe the usual parameters with their effective values, and others that the request has set; lists by their
+    lengths."""
     if request.pooling:
         return {}
     params = request.params

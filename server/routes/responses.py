@@ -47,7 +47,7 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post(PATHS[1], **describe_route(InputTokensRequest, InputTokensReply))
     async def count_input_tokens(request: Request) -> Response:
-        """The number of tokens of the prompt that the input becomes."""
+        """Return the number of prompt tokens of the input."""
         if store is None:
             counted = await state.run_prompt_job(request, "input_tokens", TokenCount)
         else:
@@ -57,7 +57,8 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post(PATHS[2], **describe_route(CompactRequest, CompactionReply))
     async def compact_conversation(request: Request) -> Response:
-        """Items that replace a conversation: its messages without the assistant's, and a summary by the model."""
+        """Return items that replace a conversation: its messages without the assistant's, and a summary by the
+        model."""
         endpoint = TextEndpoint("compact", "resp", _create_compaction_builder, _create_compaction_encoder)
         if store is None:
             return GenerationResponse(state, request, endpoint)

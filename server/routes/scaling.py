@@ -15,12 +15,12 @@ _PROBLEMS = {409: "Another change of the number of engines is in progress."}
 
 
 def create_scaling_router(state: AppState, scaler: Scaler, drain_timeout: float) -> APIRouter:
-    """drain_timeout: seconds, for requests that name none."""
+    """Build the route. drain_timeout: seconds, for requests that name none."""
     router = APIRouter()
 
     @router.post(PATH, **describe_route(ScaleRequest, Scaling, needs_administrator=True, problems=_PROBLEMS))
     async def scale(request: Request) -> Scaling:
-        """Begin to add or remove engines; the answer does not wait for them."""
+        """Begin to add or remove engines; the response does not wait for them."""
         state.check_administrator(request)
         async with state.reading_body(request) as content:
             body = parse_body(ScaleRequest, content, state.limits)

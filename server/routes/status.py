@@ -1,4 +1,4 @@
-"""GET /health, /ping and /version; and /ready, /load, /status, /requests and /metrics, which speak for the whole
+"""GET /health, /ping and /version; and /ready, /load, /status, /requests and /metrics, which describe the whole
 server."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 TORCH_VERSION = version("torch")  # from its metadata: only the engine imports torch
 
 
-# Where the whole server is described. Front ends forward these to the process that owns the engines.
+# Routes that describe the whole server. Front ends forward them to the process that owns the engines.
 SERVER_PATHS = ("/load", "/ready", "/status", "/requests", "/metrics")
 
 
@@ -66,12 +66,12 @@ def create_router() -> APIRouter:
 
     @router.get("/health", **describe_route(None, Health))
     async def health() -> Health:
-        """The process lives."""
+        """The process is alive."""
         return Health()
 
     @router.get("/ping", **describe_route(None, Health))
     async def ping() -> Health:
-        """The same as /health, as SageMaker asks for it."""
+        """The same as /health, as SageMaker requests it."""
         return Health()
 
     @router.get("/version", **describe_route(None, Version))
@@ -92,7 +92,7 @@ def create_server_router(state: AppState, sources: StatusSources) -> APIRouter:
 
     @router.get("/ready", **describe_route(None, Health))
     async def ready() -> Health:
-        """A request would be served now; else 503."""
+        """200 if a request would be served now; else 503."""
         reason = admission.obstacle
         if reason is not None:
             raise Unavailable(MESSAGES[reason])
@@ -207,7 +207,7 @@ def describe_front_ends(group: FrontEndGroup) -> list[StatusFrontEnd]:
 
 
 def list_ranks(facts: ModelInfo) -> list[StatusRank]:
-    """The ranks of one engine, with the hosts that they run on."""
+    """List the ranks of one engine, with their hosts."""
     size = facts.tensor_parallel_size
     return [
         StatusRank(rank=rank, tp_rank=rank % size, pp_rank=rank // size, host=host)

@@ -1,5 +1,5 @@
-"""POST /v1/responses where responses are stored: what the request refers to is read from the store, and its response is
-stored before the client has all of it."""
+"""POST /v1/responses with a store: what the request refers to is read from the store, and its response is stored before
+the client has received all of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ async def run_stored_job(
 
 
 class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
-    """A response whose client leaves is stored as cancelled, unless it is a background response."""
+    """Answers and stores a response. One whose client disconnects is stored as cancelled, unless it is a background
+    response."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
                 await send_content(send, content, prepared.headers)
 
         await super().respond(receive, send_after_storing, prepared)
-        if not has_ended:  # a client that has left gets no message
+        if not has_ended:  # a client that has disconnected gets no message
             await self._save(prepared, new)
 
     async def _save(self, prepared: Prepared[ResponsesBuilder], new: NewResponse) -> bool:
@@ -134,7 +135,7 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
 
 
 class StoredCompactionResponse(GenerationResponse[CompactionBuilder]):
-    """The summary of a conversation that may be stored here. It is not stored itself."""
+    """Answers a request for the summary of a conversation that may be stored here. The summary itself is not stored."""
 
     def __init__(
         self, state: AppState, request: Request, endpoint: TextEndpoint[CompactionBuilder], store: ResponseStore
@@ -148,6 +149,6 @@ class StoredCompactionResponse(GenerationResponse[CompactionBuilder]):
 
 
 def describe_unstored(prepared: Prepared[ResponsesBuilder]) -> Json:
-    """The response at its end, if it could not be stored."""
+    """Describe the end of the response if it could not be stored."""
     assert prepared.builder.final is not None
     return {**prepared.builder.final, "store": False}

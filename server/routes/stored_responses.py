@@ -29,7 +29,7 @@ _FOLLOW = (
 def add_routes(router: APIRouter, state: AppState, store: ResponseStore, background: BackgroundResponses) -> None:
     @router.get(PATH, **describe_route(None, ResponseReply, ResponseEvent, query=_FOLLOW))
     async def retrieve_response(response_id: str, request: Request) -> Response:
-        """A stored response. `stream=true` repeats the events of a background response that was asked for as a stream,
+        """A stored response. `stream=true` repeats the events of a background response that was requested as a stream,
         those after the number `starting_after`."""
         stored = await background.get(response_id, state.read_owner(request))
         if not read_flag(request, "stream"):
@@ -54,7 +54,7 @@ def add_routes(router: APIRouter, state: AppState, store: ResponseStore, backgro
 
     @router.post(PATH + "/cancel", **describe_route(None, ResponseReply, problems=STORE_PROBLEMS))
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """End a background response. One that has ended is returned as it is."""
+        """Cancel a background response. One that has ended is returned unchanged."""
         owner = state.read_owner(request)
         stored = await store.get(response_id, owner)
         if not stored.is_background:
@@ -64,7 +64,7 @@ def add_routes(router: APIRouter, state: AppState, store: ResponseStore, backgro
 
     @router.get(PATH + "/input_items", **describe_route(None, ObjectList, query=describe_page()))
     async def list_input_items(response_id: str, request: Request) -> Response:
-        """The items that the response was asked for with, without those of the responses that it continues."""
+        """The input items of the response, without those of the responses that it continues."""
         page = read_page(request)
         found = await store.list_input_items(response_id, state.read_owner(request), page)
         return build_page(found.items, found.has_more)

@@ -23,7 +23,7 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post("/tokenize", **describe_route(TokenizeRequest, TokenizeReply))
     async def tokenize(request: Request) -> Response:
-        """The ids that a prompt, or a conversation, becomes."""
+        """The ids of a prompt or a conversation."""
         tokens = await state.run_prompt_job(request, "tokenize", Tokens)
         content: dict[str, object] = {
             "count": len(tokens.ids),
@@ -56,5 +56,5 @@ def create_router(state: AppState) -> APIRouter:
 
 
 def _json_response(content: dict[str, object], headers: dict[str, str]) -> Response:
-    """Encoded by msgspec: there may be millions of ids, too many for pydantic."""
+    """Build a JSON response with msgspec: there may be millions of ids, too many for pydantic."""
     return Response(msgspec.json.encode(content), headers=headers, media_type="application/json")

@@ -17,7 +17,7 @@ MIN_FILE_SECONDS, MAX_FILE_SECONDS = 3600, 30 * 86400  # as in OpenAI's API
 
 
 class ExpiresAfter(RequestBody):
-    """When a file is deleted. anchor: what the seconds are counted from."""
+    """When a file is deleted. anchor: the start of the seconds."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=MIN_FILE_SECONDS, le=MAX_FILE_SECONDS)
@@ -33,7 +33,7 @@ class BatchCreation(RequestBody):
     )
 
     def check(self) -> int:
-        """The window in seconds. Raises InvalidRequest."""
+        """Return the window in seconds. Raises InvalidRequest."""
         if self.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
         found = re.fullmatch(r"([1-9]\d{0,8})([smhd])", self.completion_window, re.ASCII)

@@ -64,7 +64,7 @@ class CustomCall(TypedDict):
 
 
 class MessageToolCall(TypedDict):
-    """Of type function or custom."""
+    """Has `function` or `custom`, by its type."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
@@ -204,7 +204,7 @@ class ChatRequest(SamplingBody, TemplateBody, ChatPeerFields):
         self._take_options("thinking", wanted)
 
     def _take_options(self, field: str, wanted: dict[str, object]) -> None:
-        """Give the fields that `field` stands for their values. Raises InvalidRequest if they have others."""
+        """Give the fields that `field` stands for their values. Raises InvalidRequest if they have other values."""
         for name, value in wanted.items():
             if value is None:
                 continue
@@ -214,14 +214,14 @@ class ChatRequest(SamplingBody, TemplateBody, ChatPeerFields):
 
     @property
     def budget_hint(self) -> str | None:
-        """The field of another API that holds the thinking budget, which models without reasoning ignore there."""
+        """The field of another API that holds the thinking budget, which models without reasoning ignore."""
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             return "thinking.budget_tokens"
         return "reasoning.max_tokens" if self.reasoning is not None and self.reasoning.max_tokens is not None else None
 
     @property
     def ineffective_fields(self) -> list[str]:
-        """What the response names as without effect. Call it after `check`."""
+        """The fields that the response names as having no effect. Call it after `check`."""
         return self.list_ineffective(self.reasoning_effort, super().to_structured_outputs() is not None)
 
     def to_structured_outputs(self) -> StructuredOutputs | None:
@@ -231,7 +231,7 @@ class ChatRequest(SamplingBody, TemplateBody, ChatPeerFields):
         return read_output_format(None if self.output_config is None else self.output_config.format, self.output_format)
 
     def chat_params(self, defaults: dict[str, float]) -> SamplingParams:
-        """defaults: those of the model. Raises InvalidRequest, Unsupported."""
+        """Build the parameters. defaults: the model's. Raises InvalidRequest, Unsupported."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=self.num_logprobs)
 

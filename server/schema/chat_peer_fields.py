@@ -1,6 +1,5 @@
-"""Fields that clients send in chat requests beside those of `PeerFields`: OpenAI's that are not served, and Anthropic's
-that gateways in front of this server pass on.
-"""
+"""Fields that clients send in chat requests in addition to those of `PeerFields`: OpenAI's that are not supported, and
+Anthropic's that gateways in front of this server pass on."""
 
 from __future__ import annotations
 
@@ -50,9 +49,10 @@ class ChatPeerFields(PeerFields):
     output_format: OutputSchema | None = Field(default=None, description="Earlier name of output_config.format.")
 
     def list_ineffective(self, effort: str | None, has_form: bool) -> list[str]:
-        """The fields that mean something elsewhere and have no effect here.
+        """List the fields that have a meaning elsewhere but no effect here.
 
-        effort: the reasoning effort of the request. has_form: whether another field gives the text its form."""
+        effort: the reasoning effort of the request. has_form: whether another field constrains the text.
+        """
         names = [name for name in ("web_search_options", "context_management") if getattr(self, name) is not None]
         if self.output_format is not None and has_form:
             names.append("output_format")

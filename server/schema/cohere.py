@@ -1,4 +1,4 @@
-"""POST /v2/embed, Cohere's form of embeddings: request and reply.
+"""POST /v2/embed, Cohere's API for embeddings: request and reply.
 
 Unknown fields have no effect; the response names them in a header.
 """
@@ -47,7 +47,7 @@ class CohereEmbedRequest(TranslatedBody):
     priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
 
     def name_texts(self, limits: Limits) -> list[NamedText]:
-        """What is embedded, with its place in the body. Raises InvalidRequest, Unsupported."""
+        """Return what is embedded, with its place in the body. Raises InvalidRequest, Unsupported."""
         if self.images:
             raise Unsupported("images are not supported, only texts", "images")
         name = "texts" if self.inputs is None else "inputs"
@@ -60,7 +60,7 @@ class CohereEmbedRequest(TranslatedBody):
         return name_texts(name, texts)
 
     def list_types(self) -> list[EmbeddingType]:
-        """The forms of the vectors in the reply. Raises Unsupported."""
+        """List the forms of the vectors in the reply. Raises Unsupported."""
         types: list[EmbeddingType] = []
         for index, name in enumerate(self.embedding_types or ("float",)):
             if name == "int8" or name == "uint8":

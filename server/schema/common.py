@@ -45,7 +45,8 @@ def _limit_entries(value: object) -> object:
 
 
 def _token_key(key: str) -> int:
-    """A token id from a JSON key. Only the canonical spelling is valid, so that no two keys name the same token."""
+    """Parse a token id from a JSON key. Only the canonical spelling is valid, so that no two keys name the same
+    token."""
     if not re.fullmatch(r"-?(0|[1-9]\d{0,18})", key, re.ASCII):
         raise ValueError("keys must be token ids")
     return int(key)
@@ -62,7 +63,7 @@ Ignored = Annotated[object | None, Field(description="Accepted, because real cli
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """Texts that are stored and returned as they are. Raises InvalidRequest."""
+    """Check texts that are stored and returned unchanged. Raises InvalidRequest."""
     if len(metadata) > _MAX_METADATA:
         raise InvalidRequest(f"metadata may have {_MAX_METADATA} entries, not {len(metadata)}", "metadata")
     for key, value in metadata.items():
@@ -97,7 +98,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def explain_unknown(cls, name: str) -> str | None:
-        """Why there is no such field, if a client may expect it; None if there is no reason to."""
+        """Explain why there is no such field, if a client may expect it; None if there is no reason to."""
         return None
 
 
@@ -208,8 +209,8 @@ class SamplingBody(RequestBody):
         check_words("bad_words", self.bad_words or [], limits.bad_words, limits)
 
     def sampling_params(self, defaults: dict[str, float], **overrides: int | None) -> SamplingParams:
-        """The text-level parameters: `overrides`, else the body's fields, else the model's defaults, else OpenAI's.
-        Raises InvalidRequest."""
+        """Build the text-level parameters: from `overrides`, else the body's fields, else the model's defaults, else
+        OpenAI's. Raises InvalidRequest."""
         fields = SamplingParams.__struct_fields__
         values = {name: value for name in fields if (value := getattr(self, name, None)) is not None}
         values["structured_outputs"] = self.to_structured_outputs()
@@ -218,7 +219,7 @@ class SamplingBody(RequestBody):
         return SamplingParams(**{**defaults, **values, **overrides})
 
     def to_structured_outputs(self) -> StructuredOutputs | None:
-        """The form that the text must have. Raises InvalidRequest, Unsupported."""
+        """Build the constraint on the text. Raises InvalidRequest, Unsupported."""
         wanted = None if self.structured_outputs is None else self.structured_outputs.to_params()
         format = None if self.response_format is None else self.response_format.to_params()
         if wanted is not None and format is not None:
@@ -311,7 +312,7 @@ def parse_body(kind: type[Body], content: bytes, limits: Limits) -> Body:
 
 
 def _find_unknown_fields(kind: type[Body], values: dict[str, Any]) -> list[str]:
-    """Names of fields with a value; a null field counts as absent."""
+    """Return the names of fields with a value; a null field counts as absent."""
     return [name for name, value in values.items() if name not in kind.model_fields and value is not None]
 
 
@@ -324,7 +325,7 @@ def _build_unknown_field_error(kind: type[Body], name: str) -> InvalidRequest:
 
 
 def parse_lenient_body(kind: type[Body], content: bytes, limits: Limits) -> tuple[Body, list[str]]:
-    """Like `parse_body`, but leaves out unknown fields and returns their names, as `name` or `tools[0].name`."""
+    """Like `parse_body`, but drops unknown fields and returns their names, as `name` or `tools[0].name`."""
     values = read_fields(content, limits)
     known = {name: value for name, value in values.items() if name in kind.model_fields}
     body = validate_body(kind, known)
@@ -334,7 +335,7 @@ def parse_lenient_body(kind: type[Body], content: bytes, limits: Limits) -> tupl
 def parse_by_policy(
     kind: type[Body], content: bytes, limits: Limits, *, ignores_unknown: bool
 ) -> tuple[Body, list[str]]:
-    """The body of a route where --unknown-fields decides, and the names of the fields that were left out of it. Raises
+    """Parse the body of a route where --unknown-fields decides. Returns it, and the names of the dropped fields. Raises
     InvalidRequest, TooLarge."""
     if ignores_unknown:
         return parse_lenient_body(kind, content, limits)
@@ -342,7 +343,7 @@ def parse_by_policy(
 
 
 def read_fields(content: bytes, limits: Limits) -> dict[str, Any]:
-    """The object that a body holds. Raises InvalidRequest, TooLarge."""
+    """Read the JSON object in a body. Raises InvalidRequest, TooLarge."""
     if sum(map(content.count, b",[{")) > limits.json_values:
         raise TooLarge(f"the body holds more than {limits.json_values} values")
     try:
@@ -376,7 +377,7 @@ def validate_body(kind: type[Body], values: dict[str, Any]) -> Body:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` for ("messages", 0, "content", "str"): pydantic appends the type that it tried."""
+    """Return `messages[0].content` for ("messages", 0, "content", "str"): pydantic appends the type that it tried."""
     path = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):
@@ -389,7 +390,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def check_words(name: str, words: list[str], most: int, limits: Limits) -> None:
-    """Raises InvalidRequest, under the name of the field, if there are too many words or one is too long."""
+    """Raise InvalidRequest, under the name of the field, if there are too many words or one is too long."""
     if len(words) > most:
         raise InvalidRequest(f"{name} may hold at most {most} strings, not {len(words)}", name)
     if words and (longest := max(map(len, words))) > limits.stop_characters:

@@ -13,7 +13,7 @@ from serve_llm.server.schema.peer_fields import PeerFields
 
 
 def _prompt_tag(prompt: object) -> str:
-    """The type of a prompt, by its first element: trying all types on a long prompt takes seconds."""
+    """Return the type of a prompt, by its first element: trying all types on a long prompt takes seconds."""
     if not isinstance(prompt, list):
         return "str"
     first = prompt[0] if prompt else None

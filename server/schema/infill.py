@@ -50,7 +50,7 @@ class InfillRequest(TranslatedBody):
     t_max_predict_ms: Ignored = None
 
     def build_params(self, defaults: dict[str, float], limits: Limits) -> SamplingParams:
-        """defaults: those of the model. Raises InvalidRequest."""
+        """Build the parameters. defaults: the model's. Raises InvalidRequest."""
         values = {name: value for name in _MORE if (value := getattr(self, name)) is not None}
         if self.repeat_penalty is not None:
             values["repetition_penalty"] = self.repeat_penalty

@@ -81,7 +81,8 @@ class CountTokensRequest(TranslatedBody):
     output_format: OutputFormat | None = Field(default=None, description="Earlier name of output_config.format.")
 
     def to_turn(self, params: SamplingParams, limits: Limits) -> tuple[ChatTurn, list[str]]:
-        """The turn, and the places of tools and blocks that are skipped. Raises InvalidRequest, Unsupported."""
+        """Build the turn. Also returns the places of tools and blocks that are skipped. Raises InvalidRequest,
+        Unsupported."""
         if len(self.messages) > limits.messages:
             raise InvalidRequest(f"{len(self.messages)} messages are more than {limits.messages}", "messages")
         tools, skipped_tools = self._read_tools(limits)
@@ -103,7 +104,7 @@ class CountTokensRequest(TranslatedBody):
 
     @property
     def _thinks(self) -> bool:
-        """Whether thinking is asked for. As in Anthropic's API it is not, if nothing is said about it."""
+        """Whether thinking is requested. As in Anthropic's API, it is not by default."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
     @property
@@ -146,7 +147,8 @@ class CountTokensRequest(TranslatedBody):
         return list(tools.values()), skipped
 
     def _read_tool_choice(self, tools: list[Tool], skipped: list[str]) -> ToolChoice:
-        """A choice that asks for skipped tools becomes auto, or none without others, and is added to `skipped`."""
+        """Read the tool choice. One that names skipped tools becomes auto, or none without others, and is added to
+        `skipped`."""
         choice = self.tool_choice
         any_tool = ToolChoice("auto" if tools else "none")
         if choice is None or choice.type == "auto":
@@ -196,7 +198,7 @@ class MessagesRequest(CountTokensRequest):
         return self.thinking is not None and self.thinking.display == "omitted"
 
     def build_params(self, defaults: dict[str, float]) -> SamplingParams:
-        """defaults: those of the model. Raises InvalidRequest."""
+        """Build the parameters. defaults: the model's. Raises InvalidRequest."""
         in_config = None if self.output_config is None else self.output_config.format
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
@@ -223,7 +225,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class MessageUsage(BaseModel):
-    """All of a prompt's tokens: input_tokens + cache_read_input_tokens."""
+    """All prompt tokens are input_tokens + cache_read_input_tokens."""
 
     input_tokens: int
     output_tokens: int

@@ -111,7 +111,7 @@ class Status(BaseModel):
 
 
 class ServedRequest(BaseModel):
-    """A request of text or vectors that was admitted. It holds no text of prompts and answers, and no key."""
+    """A request for text or vectors that was admitted, without the text of prompts and answers, and without keys."""
 
     id: str = Field(description="X-Request-Id.")
     route: str

@@ -1,4 +1,4 @@
-"""The form of the text as Anthropic's API names it: output_config.format, earlier called output_format."""
+"""The format of the text in Anthropic's API: output_config.format, earlier called output_format."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Fields of OpenAI's API and of other servers that clients send, and that this server has under another name or not at
-all. What it has not is accepted at the values at which it means nothing, and refused by name at others.
-"""
+"""Fields of OpenAI's API and of other servers that this server supports under another name or not at all. Unsupported
+fields are accepted with values that have no effect, and refused by name with others."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from serve_llm.server.schema.common import Ignored, RequestBody, Strings, ranged
 
 
 def neutral(*values: JsonValue, hint: str = "") -> Any:
-    """A field of type object that is accepted at these values only. hint: what to do instead."""
+    """A field of any type that is accepted with these values only. hint: what to do instead."""
     description = ("Refused at other values" if values else "Refused") + (f"; {hint}." if hint else ".")
     return Field(default=None, description=description, json_schema_extra={"enum": [*values, None]})
 
@@ -83,7 +82,7 @@ class PeerFields(RequestBody):
     cache_prompt: Ignored = None
     timings_per_token: object | None = neutral(False)
     return_progress: object | None = neutral(False)
-    # samplers of text-generation-webui, Aphrodite, TabbyAPI, KoboldCpp and llama.cpp, with parameters that mean nothing
+    # samplers of text-generation-webui, Aphrodite, TabbyAPI, KoboldCpp and llama.cpp, whose parameters have no effect
     # where the sampler is off
     typical: object | None = neutral(1)
     typical_p: object | None = neutral(1)
@@ -107,14 +106,14 @@ class PeerFields(RequestBody):
     add_bos_token: object | None = neutral(True, hint="use add_special_tokens")
     custom_token_bans: object | None = neutral("", [], hint="use logit_bias")
     banned_strings: object | None = neutral("", [], hint="use bad_words")
-    # what the client believes of the server
+    # the client's assumptions about the server
     truncation_length: Ignored = None
     num_ctx: Ignored = None
     api_type: Ignored = None
     api_server: Ignored = None
 
     def check_peer_fields(self) -> None:
-        """Refuse what is not served, and give values to the fields that go by other names. Raises InvalidRequest,
+        """Refuse unsupported fields, and give values to the fields that have other names. Raises InvalidRequest,
         Unsupported."""
         for name in self.model_fields_set:
             check_neutral(name, getattr(self, name), type(self).model_fields[name])
@@ -130,7 +129,7 @@ class PeerFields(RequestBody):
 
 
 def check_neutral(name: str, value: object, field: FieldInfo) -> None:
-    """Raise Unsupported if the field is `neutral` and the value is none of its values."""
+    """Raise Unsupported if the field is `neutral` and has another value."""
     extra = field.json_schema_extra
     if not isinstance(extra, dict) or "enum" not in extra:
         return
@@ -140,5 +139,5 @@ def check_neutral(name: str, value: object, field: FieldInfo) -> None:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Equal, but true is not 1."""
+    """Compare like ==, except that true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

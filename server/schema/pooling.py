@@ -84,7 +84,7 @@ class PoolingBody(RequestBody):
 
     @property
     def max_tokens_per_text(self) -> int | None:
-        """Longer texts are cut; -1: to the model's length. None: they are refused."""
+        """Maximum tokens per text; longer ones are cut; -1: the model's length. None: they are refused."""
         if self.truncate_prompt_tokens is None and self.truncate in (True, "START", "END"):
             return -1
         return self.truncate_prompt_tokens
@@ -95,7 +95,7 @@ class PoolingBody(RequestBody):
 
     @property
     def ineffective_fields(self) -> list[str]:
-        """The fields that mean something elsewhere and have no effect here."""
+        """The fields that have a meaning elsewhere but no effect here."""
         return [name for name in ("input_type", "max_chunks_per_doc") if getattr(self, name, None) is not None]
 
 
@@ -126,7 +126,7 @@ class InputBody(PoolingBody, TemplateBody):
         return list(value)
 
     def to_turn(self, limits: Limits) -> ChatTurn:
-        """The turn that the messages ask for; by default it opens no reply. Raises InvalidRequest, Unsupported."""
+        """Build the turn for the messages; by default it opens no reply. Raises InvalidRequest, Unsupported."""
         turn = self.build_turn(self.messages or [], SamplingParams(), limits)
         return replace(turn, add_generation_prompt=bool(self.add_generation_prompt))
 
@@ -147,7 +147,7 @@ class VectorFormat(PoolingBody):
     input_type: Ignored = Field(default=None, description="No effect: the client adds the prompt of a query itself.")
 
     def scales_vectors(self, has_unit_length: bool, default: bool = False) -> bool:
-        """Whether embeddings are to be scaled to length 1. has_unit_length: they are already. Raises InvalidRequest,
+        """Whether embeddings are to be scaled to length 1. has_unit_length: they already are. Raises InvalidRequest,
         Unsupported."""
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidRequest("normalize and use_activation contradict each other", "normalize")
@@ -163,7 +163,7 @@ class EmbeddingRequest(VectorFormat, InputBody):
 
 
 class PoolingRequest(VectorFormat, InputBody):
-    """The vectors as the model computes them: embeddings of texts or tokens, or the logits of a classifier."""
+    """The model's own vectors: embeddings of texts or tokens, or the logits of a classifier."""
 
     task: str | None = Field(
         default=None,
@@ -253,7 +253,7 @@ Document = Annotated[str, BeforeValidator(_read_document, json_schema_input_type
 
 
 class RerankRequest(PoolingBody):
-    """A query and documents, as Cohere and Jina name the fields."""
+    """A query and documents, in the fields of Cohere and Jina."""
 
     query: str
     documents: Annotated[list[Document], Field(fail_fast=True)] = Field(

@@ -80,7 +80,7 @@ class _Entry(NamedTuple):
 
 
 def read_tools(definitions: Sequence[FlatTool], limits: Limits) -> tuple[list[Tool], list[str]]:
-    """The tools, and the places of what is skipped. Raises InvalidRequest, Unsupported."""
+    """Read the tools. Also returns the places of what is skipped. Raises InvalidRequest, Unsupported."""
     entries = list(_list_entries(definitions))
     check_num_tools(entries, limits)
     tools: dict[str, Tool] = {}
@@ -111,7 +111,7 @@ def read_tools(definitions: Sequence[FlatTool], limits: Limits) -> tuple[list[To
 
 
 def describe_tools(definitions: Sequence[FlatTool]) -> dict[str, ToolItem]:
-    """What is called, by the name that the model calls."""
+    """Describe the tools by the name that the model calls."""
     items = {}
     for _, definition, namespace, _ in _list_entries(definitions):
         if definition.name is not None:
@@ -126,8 +126,8 @@ def read_tool_choice(
     definitions: Sequence[FlatTool],
     skipped: list[str],
 ) -> ToolChoice:
-    """A choice that asks for skipped tools becomes auto, or none without others, and is added to `skipped`. Raises
-    InvalidRequest, Unsupported."""
+    """Read the tool choice. One that names skipped tools becomes auto, or none without others, and is added to
+    `skipped`. Raises InvalidRequest, Unsupported."""
     any_tool = ToolChoice("auto" if tools else "none")
     if choice is None or choice == "auto":
         return any_tool
@@ -164,7 +164,7 @@ def read_tool_choice(
 
 
 def _list_entries(definitions: Sequence[FlatTool]) -> Iterator[_Entry]:
-    """All tools, also those in namespaces. Raises InvalidRequest."""
+    """List all tools, including those in namespaces. Raises InvalidRequest."""
     for index, definition in enumerate(definitions):
         param = f"tools[{index}]"
         if definition.type != "namespace":
@@ -179,8 +179,8 @@ def _list_entries(definitions: Sequence[FlatTool]) -> Iterator[_Entry]:
 
 
 def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, object], bool]:
-    """A custom tool's parameters as those of a function, and whether they allow every text of its format and no other.
-    Raises InvalidRequest."""
+    """Return a custom tool's parameters as those of a function, and whether they allow every text of its format and no
+    other. Raises InvalidRequest."""
     if format is None or format.type == "text":
         return describe_input(), True
     if format.definition is None or format.syntax is None:
@@ -197,7 +197,7 @@ def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, 
 
 
 def _find_tool(wanted: FlatToolName, tools: list[Tool], param: str) -> str:
-    """The name that the model calls. Raises InvalidRequest."""
+    """Return the name that the model calls. Raises InvalidRequest."""
     if wanted.name is None:
         raise InvalidRequest(f"{param}.name is required", f"{param}.name")
     name = join_name(wanted.namespace, wanted.name)

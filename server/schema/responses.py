@@ -33,7 +33,7 @@ SUMMARY_REQUEST = (
     "was asked for, what has been done and found out, which decisions, constraints and wishes hold, and what is still "
     "to do. Keep names, paths, numbers and other facts that are needed. Write the summary only."
 )
-MAX_SUMMARY_TOKENS = 8192  # reasoning included
+MAX_SUMMARY_TOKENS = 8192  # including reasoning
 Json = dict[str, object]
 Items = Annotated[list[Json], Field(fail_fast=True)]
 
@@ -46,7 +46,7 @@ class TextFormat(TranslatedBody):
     json_schema: dict[str, object] | None = Field(default=None, alias="schema")
 
     def describe(self) -> Json:
-        """The format as the reply repeats it."""
+        """Describe the format as the reply repeats it."""
         if self.type != "json_schema":
             return {"type": self.type}
         return {**self.model_dump(by_alias=True), "strict": bool(self.strict)}
@@ -85,9 +85,11 @@ class InputTokensRequest(TranslatedBody):
     def to_turn(
         self, params: SamplingParams, limits: Limits, history: Sequence[Json] | None = None
     ) -> tuple[ChatTurn, list[str]]:
-        """The turn, and the places of what is skipped. Raises InvalidRequest, Unsupported, ResponseNotFound.
+        """Build the turn. Also returns the places of what is skipped. Raises InvalidRequest, Unsupported,
+        ResponseNotFound.
 
-        history: the items of the conversation that ends with the previous response; None if they are not known."""
+        history: the items of the conversation that ends with the previous response; None if they are unknown.
+        """
         if self.previous_response_id is not None and history is None:
             raise ResponseNotFound(
                 "this server stores no responses; send the conversation as input", "previous_response_id"
@@ -122,7 +124,7 @@ class InputTokensRequest(TranslatedBody):
 
     @property
     def ends_with_trigger(self) -> bool:
-        """Whether the last item asks for a summary of the conversation."""
+        """Whether the last item requests a summary of the conversation."""
         return isinstance(self.input, list) and bool(self.input) and read_kind(self.input[-1]) == "compaction_trigger"
 
     @property
@@ -132,7 +134,7 @@ class InputTokensRequest(TranslatedBody):
 
     @property
     def tool_items(self) -> dict[str, ToolItem]:
-        """What is called, by the name that the model calls."""
+        """Describe the tools by the name that the model calls."""
         return describe_tools(self.tools or [])
 
 
@@ -196,7 +198,7 @@ class ResponsesRequest(InputTokensRequest):
             raise InvalidRequest(f"top_logprobs must be {RANGES['logprobs']}, not {self.top_logprobs}", "top_logprobs")
 
     def find_ignored_includes(self) -> list[str]:
-        """The entries of `include` that have no effect, such as "include[1]"."""
+        """Find the entries of `include` that have no effect, such as "include[1]"."""
         known = (INCLUDED_LOGPROBS, INCLUDED_REASONING)
         return [f"include[{index}]" for index, name in enumerate(self.include or ()) if name not in known]
 
@@ -218,7 +220,7 @@ class ResponsesRequest(InputTokensRequest):
         )
 
     def describe(self, params: SamplingParams, is_stored: bool) -> dict[str, object]:
-        """What the reply repeats of the request."""
+        """Describe what the reply repeats from the request."""
         text_format: dict[str, object] = {"type": "text"}
         if self.text is not None and self.text.format is not None:
             text_format = self.text.format.describe()
@@ -259,7 +261,7 @@ class ResponsesRequest(InputTokensRequest):
 
 
 def _describe_tool(tool: FlatTool) -> Json:
-    """As it was sent; a function has all its fields."""
+    """Describe a tool as it was sent; a function has all its fields."""
     fields = tool.model_dump(exclude_unset=True)
     if tool.type == "function":
         return {"description": None, "parameters": None, "strict": None, **fields}
@@ -267,7 +269,7 @@ def _describe_tool(tool: FlatTool) -> Json:
 
 
 class ResponseReply(BaseModel):
-    """Every field of the Responses API is there; those of the request are repeated."""
+    """Has every field of the Responses API; those of the request are repeated."""
 
     model_config = ConfigDict(extra="allow")
 

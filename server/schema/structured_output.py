@@ -29,7 +29,7 @@ class ResponseFormat(BaseModel):
     triggers: list[object] | None = Field(default=None, description="With `structures`.")
 
     def to_params(self) -> StructuredOutputs | None:
-        """None for plain text. Raises InvalidRequest, Unsupported."""
+        """Return None for plain text. Raises InvalidRequest, Unsupported."""
         fields = _FIELDS_OF_TYPES.get(self.type)
         if fields is None:
             raise Unsupported(
@@ -65,7 +65,7 @@ _FIELDS_OF_TYPES: dict[str, tuple[str, ...]] = {
 
 
 def _refuse_many(value: object) -> object:
-    """Pydantic makes an error of every wrong entry, at a few microseconds each."""
+    """Refuse too many entries early: pydantic spends microseconds on every wrong one."""
     if isinstance(value, dict) and len(value) > 64:
         raise ValueError("more than 64 entries")
     return value

@@ -27,7 +27,7 @@ class TokenizeRequest(TemplateBody):
             raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
 
     def to_turn(self, limits: Limits) -> ChatTurn:
-        """The turn that the messages ask for. Raises InvalidRequest, Unsupported."""
+        """Build the turn for the messages. Raises InvalidRequest, Unsupported."""
         return self.build_turn(self.messages or [], SamplingParams(), limits)
 
 
@@ -48,7 +48,7 @@ class DetokenizeReply(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """Named tokens of tokenizer_config.json (bos_token, eos_token, ...) are further fields."""
+    """The named tokens of tokenizer_config.json (bos_token, eos_token, ...) are additional fields."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 

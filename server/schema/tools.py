@@ -86,7 +86,7 @@ class AllowedTools(BaseModel):
 
 
 class ToolChoiceFields(NamedTool):
-    """A mode is read as an object of that type."""
+    """A choice written as a mode is read as an object of that type."""
 
     type: str = Field(description="function, custom or allowed_tools.")
     allowed_tools: AllowedTools | None = Field(default=None, description="With type allowed_tools.")
@@ -135,13 +135,13 @@ def read_tools(definitions: list[ToolDefinition], limits: Limits) -> list[Tool]:
 
 
 def list_custom_tools(definitions: list[ToolDefinition]) -> dict[str, ToolItem]:
-    """By their names."""
+    """Return the custom tools by their names."""
     customs = [definition.custom for definition in definitions if definition.type == "custom"]
     return {custom.name: ToolItem(custom.name, is_custom=True) for custom in customs if custom is not None}
 
 
 def _describe_format(format: CustomInputFormat | None, param: str) -> dict[str, object]:
-    """The arguments of a custom tool. Raises InvalidRequest."""
+    """Describe the arguments of a custom tool. Raises InvalidRequest."""
     if format is None or format.type == "text":
         return describe_input()
     if format.grammar is None:
@@ -160,7 +160,7 @@ def build_tool(
     param: str,
     schema_field: str = "parameters",
 ) -> Tool:
-    """param: the function's path in the request. schema_field: the name of `parameters` there. Raises
+    """Build a tool. param: the function's path in the request. schema_field: the name of `parameters` there. Raises
     InvalidRequest."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(

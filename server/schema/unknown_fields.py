@@ -1,4 +1,4 @@
-"""Unknown fields inside of known ones, which have no effect where another API is translated."""
+"""Unknown fields inside known ones, which have no effect where another API is translated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 def find_nested_unknown(parsed: BaseModel, values: dict[str, Any], prefix: str = "") -> list[str]:
-    """The places of fields with a value, inside of known ones, that `parsed` has not taken from `values`."""
+    """Find the places of fields with a value, inside known ones, that `parsed` has not taken from `values`."""
     found = []
     for name, field in type(parsed).model_fields.items():
         child = getattr(parsed, name)
@@ -26,7 +26,7 @@ def find_nested_unknown(parsed: BaseModel, values: dict[str, Any], prefix: str =
 
 
 def join_ignored(ignored: list[str], skipped: list[str]) -> list[str]:
-    """The names of fields without effect. Those inside of what is skipped as a whole are left out."""
+    """Join the names of fields without effect. Those inside something that is skipped as a whole are omitted."""
     places = set(skipped)
     return [name for name in ignored if places.isdisjoint(_list_parents(name))] + skipped
 

@@ -291,7 +291,7 @@ def _choose_keyword(schema: object, message: str, try_part: TryPart) -> str | No
 
 
 def refuse_constant(name: str) -> object:
-    """For json.loads, which otherwise accepts NaN and Infinity. Raises ValueError."""
+    """Refuse a constant in json.loads, which otherwise accepts NaN and Infinity. Raises ValueError."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -40,7 +40,7 @@ def name_operation(job: str) -> str:
 
 
 class RequestTrace:
-    """Ends once: with its generation, or with the error that the request met before."""
+    """Ends once: with its generation, or with an error before it."""
 
     def __init__(
         self, tracer: Tracer, span: Span, operation: str, arrival: float, clock: Clock, epoch_offset: int
@@ -55,7 +55,7 @@ class RequestTrace:
         self._epoch_offset = epoch_offset
 
     def format_traceparent(self) -> str:
-        """The request's span as W3C Trace Context writes it."""
+        """Format the request's span in W3C Trace Context."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
@@ -185,7 +185,7 @@ def _describe_request(generation: Generation) -> Attributes:
 
 
 def _describe_result(generation: Generation) -> Attributes:
-    """Token counts under vLLM's names and under those of the semantic conventions."""
+    """Describe the token counts under vLLM's names and under those of the semantic conventions."""
     counts = generation.counts()
     unfinished = FinishReason.ABORT if generation.error is None else FinishReason.ERROR
     reasons = {choice.output.finish_reason or unfinished for choice in generation.choices}
@@ -203,7 +203,7 @@ def _describe_result(generation: Generation) -> Attributes:
 
 
 def _describe_latency(times: RequestTimes, arrival: float) -> Attributes:
-    """Seconds."""
+    """Describe the latencies in seconds."""
     return {
         "gen_ai.latency.time_to_first_token": times.first_token - arrival,
         "gen_ai.latency.e2e": times.last_token - arrival,

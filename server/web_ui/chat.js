@@ -1,4 +1,4 @@
-// The chat: messages as the API has them, and their elements.
+// The chat: messages in the API's form, and their elements.
 
 import { HttpError, streamEvents } from "./api.js";
 import { create, createButton, find } from "./dom.js";
@@ -12,7 +12,7 @@ let elements = [];
 let generating = null; // the AbortController of the answer that is being generated
 
 class Answer {
-  // What is shown of one answer while it comes.
+  // Shows one answer while it is generated.
 
   constructor() {
     this.text = "";
@@ -121,7 +121,7 @@ function createAuthor(name) {
 }
 
 function buildCalls(calls) {
-  // The calls of an answer, with a form for their results.
+  // Shows the calls of an answer, with a form for their results.
   const form = create("div", { className: "calls" });
   const boxes = calls.map((call, index) => {
     const box = create("textarea", { rows: 2, id: `result-${call.id}-${index}` });
@@ -204,7 +204,7 @@ function regenerate(element) {
 }
 
 async function replaceFrom(index, addMessages) {
-  // Generate another continuation from a message on. Without an answer, what was there stays.
+  // Generate another continuation from a message on. If there is no answer, the old one stays.
   const oldMessages = messages.slice(index);
   const oldElements = elements.slice(index);
   truncate(index);

@@ -1,4 +1,4 @@
-// The completion playground: a text, and how the model continues it.
+// The completion playground: a text, and the model's continuation.
 
 import { streamEvents } from "./api.js";
 import { find } from "./dom.js";

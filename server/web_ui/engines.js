@@ -1,4 +1,4 @@
-// The engines as a picture: their ranks and hosts, and what each of them has to do; and the front ends, if there are any.
+// The engines as a picture: their ranks and hosts, and the load of each; and the front ends, if there are any.
 
 import { create, createTable, DIGITS, find, show } from "./dom.js";
 

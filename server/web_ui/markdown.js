@@ -1,5 +1,5 @@
-// Markdown as elements. markdown-it turns text into tokens; elements are made here from those that are known, and
-// everything else is text. HTML in an answer is text, images are links, and links lead to http, https and mailto only.
+// Markdown as elements. markdown-it turns text into tokens. This module makes elements of known tokens; everything
+// else is text. HTML in an answer is text, images are links, and links lead to http, https and mailto only.
 
 import MarkdownIt from "./vendor/markdown-it.mjs";
 import { create, createButton } from "./dom.js";

@@ -1,4 +1,4 @@
-// Prometheus' text form as numbers, and what two scrapes say together.
+// Parses Prometheus' text format, and derives rates and quantiles from two scrapes.
 
 const QUANTILES = [0.5, 0.9, 0.99];
 
@@ -35,7 +35,7 @@ export function rate(before, after, name) {
 }
 
 export function quantiles(before, after, name) {
-  // Of what was observed between the scrapes; null without any. Within a bucket values are taken as evenly spread.
+  // The quantile of the observations between the scrapes; null if there are none. Assumes an even spread within a bucket.
   const old = new Map(before.buckets(name));
   const counts = after.buckets(name).map(([bound, count]) => [bound, count - (old.get(bound) ?? 0)]);
   const total = counts.at(-1)?.[1] ?? 0;

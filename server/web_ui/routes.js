@@ -1,4 +1,4 @@
-// The view of the API: what /openapi.json says of each route.
+// The view of the API: the description of each route in /openapi.json.
 
 import { HttpError, request } from "./api.js";
 import { create, createTable, find } from "./dom.js";

@@ -1,4 +1,4 @@
-// The settings beside the chat and the completion, as fields of requests.
+// The settings next to the chat and the completion, as fields of requests.
 
 import { find } from "./dom.js";
 

@@ -1,4 +1,4 @@
-// What the server is doing: /status, /metrics and /requests, asked every two seconds while the tab can be seen.
+// What the server is doing: polls /status, /metrics and /requests every two seconds while the tab is visible.
 
 import { HttpError, request } from "./api.js";
 import { create, createTable, DIGITS, find, show } from "./dom.js";

@@ -1,4 +1,4 @@
-// What the answer to a request of this tab says about its size and speed (`return_metrics`).
+// The size and speed of an answer in this tab, as the server reports them (`return_metrics`).
 
 import { DIGITS } from "./dom.js";
 

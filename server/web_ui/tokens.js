@@ -5,7 +5,7 @@ import { create, createTable, DIGITS } from "./dom.js";
 const formatShare = (logprob) => `${DIGITS.format(100 * Math.exp(logprob))} %`;
 
 export class TokenView {
-  // A folded list of tokens. The one with the focus, moved by arrow keys or a click, shows what else was likely.
+  // A folded list of tokens. The focused one (by arrow keys or a click) shows the alternatives.
 
   constructor() {
     this.list = create("div", { className: "tokens" });
