@@ -232,7 +232,7 @@ def attention_cases(model: BenchModel, batches: tuple[tuple[int, int, int], ...]
 
 
 def expert_cases(model: BenchExperts, rows: tuple[int, ...], random: Random) -> Iterator[Case]:
-    """All experts of a layer: ours, and torch's product of groups, which needs rows copied into the experts' order."""
+    """All experts of a layer: ours, and torch's grouped product, which needs rows copied into the experts' order."""
     kernels = registry.choose(random(0).device, BF16, {128})
     silu_and_mul = kernels.activations["silu_and_mul"]
 
@@ -276,13 +276,13 @@ def _torch_experts(
 
 
 def has_grouped_mm() -> bool:
-    """Whether this torch has a kernel for products of groups: a GPU of another kind would compute them one by one."""
+    """Return whether this torch has a kernel for grouped products: other GPUs would compute them one by one."""
     capable = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
     return hasattr(functional, "grouped_mm") and capable
 
 
 def has_paged_varlen() -> bool:
-    """Whether this torch has attention over a block table, which needs a GPU."""
+    """Return whether this torch has attention over a block table, which needs a GPU."""
     return torch.cuda.is_available() and "block_table" in inspect.signature(varlen_attn).parameters
 
 
@@ -320,7 +320,7 @@ def measure_limits(random: Random) -> tuple[float, float]:
 
 
 def make_random(device: str = "cuda") -> Random:
-    """Normal numbers in bfloat16."""
+    """Return normal numbers in bfloat16."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -330,7 +330,7 @@ def make_random(device: str = "cuda") -> Random:
 
 
 def measure_times(random: Random) -> Iterator[tuple[str, Timing]]:
-    """Of all cases, one after the other, by name."""
+    """Yield the times of all cases by name, measured one after the other."""
     cases = (
         linear_cases(LLAMA_8B, ROWS, random),
         attention_cases(LLAMA_8B, BATCHES, random),

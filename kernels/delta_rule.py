@@ -37,7 +37,7 @@ class DeltaRule:
 
     @property
     def row(self) -> int:
-        """Numbers of a row of a head's state."""
+        """The numbers in a row of a head's state."""
         return -(-self.value_dim // STATE_UNIT) * STATE_UNIT
 
     @cached_property
@@ -45,8 +45,8 @@ class DeltaRule:
         return (self.conv.shape[1] - self.heads * self.value_dim) // (2 * self.key_dim)
 
     def split_cache(self, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the states of all slots: the last inputs of the convolution, (slots, conv_kernel - 1, channels), and
-        the heads' states, (slots, heads, key_dim, row). cache: (slots, numbers) float32."""
+        """Return views of the states of all slots: the last inputs of the convolution, (slots, conv_kernel - 1,
+        channels), and the heads' states, (slots, heads, key_dim, row). cache: (slots, numbers) float32."""
         kernel, channels = self.conv.shape
         inputs, states = cache.split_with_sizes([(kernel - 1) * channels, self.heads * self.key_dim * self.row], dim=1)
         count = len(cache)
@@ -106,12 +106,12 @@ def gated_delta_rule(
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x). x: float32."""
+    """Compute log(1 + e^x). x: float32."""
     return torch.where(x > 20.0, x, torch.log(torch.exp(x) + 1.0))
 
 
 def _convolve(window: Tensor, weight: Tensor) -> Tensor:
-    """window: (conv_kernel - 1 + tokens, channels) float32 -> silu of the convolution, (tokens, channels) float32."""
+    """Convolve window, (conv_kernel - 1 + tokens, channels) float32, and apply silu: (tokens, channels) float32."""
     kernel = len(weight)
     count = len(window) - kernel + 1
     total = torch.zeros_like(window[:count])
@@ -121,7 +121,7 @@ def _convolve(window: Tensor, weight: Tensor) -> Tensor:
 
 
 def _split_heads(mixed: Tensor, layer: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, (tokens, heads, key_dim) float32, and values, (tokens, heads, value_dim)."""
+    """Return queries and keys, (tokens, heads, key_dim) float32, and values, (tokens, heads, value_dim)."""
     size = layer.num_key_heads * layer.key_dim
     query, key, value = mixed.split_with_sizes([size, size, layer.heads * layer.value_dim], 1)
     tokens = len(mixed)

@@ -48,7 +48,7 @@ class GroupedWeight:
         return outputs, inputs
 
     def map_rows(self, select: Callable[[Tensor], Tensor]) -> GroupedWeight:
-        """The weight with rows that `select` picks from the tensors that have one row for each output."""
+        """Return the weight with rows that `select` picks from the tensors that have one row per output."""
         rowwise = {name: getattr(self, name) for name in ROWWISE}
         picked: dict[str, Any] = {name: None if one is None else select(one) for name, one in rowwise.items()}
         return replace(self, **picked)
@@ -59,7 +59,7 @@ class GroupedWeight:
         return replace(self, **moved)
 
     def narrow_columns(self, start: int, count: int) -> GroupedWeight:
-        """The weight with `count` columns from `start` on. It must have neither an offset nor an order."""
+        """Return the weight with `count` columns from `start` on. It must have neither an offset nor an order."""
         groups = slice(start // self.group_size, -(-(start + count) // self.group_size))
         scales, zeros, minimums = (
             None if one is None else one[:, groups] for one in (self.scales, self.zeros, self.minimums)
@@ -70,7 +70,7 @@ class GroupedWeight:
         return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums, offset=offset)
 
     def is_like(self, other: GroupedWeight) -> bool:
-        """Whether the rows of both can be concatenated to one weight."""
+        """Return whether the rows of both can be concatenated to one weight."""
         for one in fields(self):
             mine = getattr(self, one.name)
             theirs = getattr(other, one.name)
@@ -85,7 +85,7 @@ class GroupedWeight:
         return True
 
     def dequantise(self) -> Tensor:
-        """The weight in the order of the inputs: (outputs, inputs) float32."""
+        """Return the weight in the order of the inputs: (outputs, inputs) float32."""
         inputs = self.codes.shape[1]
         groups = (torch.arange(inputs, device=self.codes.device) + self.offset) // self.group_size
         weight = self._find_values()
@@ -104,7 +104,7 @@ class GroupedWeight:
         return result
 
     def _find_values(self) -> Tensor:
-        """The values of the codes: (outputs, inputs) float32."""
+        """Return the values of the codes: (outputs, inputs) float32."""
         if self.is_float8:
             return self.codes.contiguous().view(torch.float8_e4m3fn).float()
         return self.codes.float() - 2 ** (self.bits - 1) if self.table is None else self.table[self.codes.int()]
@@ -144,7 +144,7 @@ def find_scale_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the dtype holds the values exactly."""
+    """Return whether the dtype holds the values exactly."""
     if values.numel() == 0:
         return True
     low, high = values.aminmax()  # NaN if there is one
@@ -171,5 +171,5 @@ def pack_grouped(
     *,
     pack: Callable[[Tensor, Tensor | None], Linear] = linear.pack,
 ) -> Linear:
-    """The layer x @ weight.T + bias; x and the result have `dtype`. There may be no outputs or no inputs."""
+    """Build the layer x @ weight.T + bias; x and the result have `dtype`. There may be no outputs or no inputs."""
     return pack(weight.dequantise().to(dtype), bias)

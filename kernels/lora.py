@@ -72,7 +72,7 @@ class LoRASlots(Protocol):
         """Empty the slot."""
 
     def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
-        """Add to y (rows, outputs) what the adapter of each row makes of its row of x (rows, inputs).
+        """Add to y (rows, outputs) the product of each row of x (rows, inputs) with that row's adapter.
 
         slots: (rows,) int64: the slot of each row's adapter, -1 for none. It is read on the device. An empty slot adds
         nothing. The bits of a row depend on its own numbers alone.

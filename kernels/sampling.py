@@ -76,16 +76,17 @@ class SamplingKernels(Protocol):
         finite."""
 
     def argmax(self, logits: Tensor, /) -> Tensor:
-        """(rows,) int64: each row's largest logit, of equal ones the first; the first NaN if there is one."""
+        """Return the column of each row's largest logit, (rows,) int64: of equal ones the first; the first NaN if there
+        is one."""
 
     def top_k(self, logits: Tensor, k: int, /) -> list[Tensor]:
-        """Per row the ids, ascending, of all logits from the k-th largest up: more than k where some equal it.
+        """Return per row the ids, ascending, of all logits from the k-th largest up: more than k where some equal it.
 
         If the maximum is NaN or infinity, only its id. k: 1 to the number of columns.
         """
 
     def apply_masks(self, scores: Tensor, rows: Sequence[int], masks: Tensor, /) -> None:
-        """As `DeviceSampling.apply_masks`. scores: (n, columns) rows contiguous. masks: on the host."""
+        """Like `DeviceSampling.apply_masks`. scores: (n, columns) rows contiguous. masks: on the host."""
 
 
 class DeviceSampling(Protocol):

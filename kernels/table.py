@@ -44,12 +44,12 @@ def pack_grouped_table(weight: GroupedWeight, bias: Tensor | None, dtype: torch.
 
 
 def zeros(inputs: int, dtype: torch.dtype) -> LookUp:
-    """For a matrix without rows."""
+    """Return zeros, for a matrix without rows."""
     return lambda ids: torch.zeros((len(ids), inputs), dtype=dtype, device=ids.device)
 
 
 def look_up_in_parts(look_up: LookUp, ids: Tensor) -> Tensor:
-    """The rows, looked up few at a time."""
+    """Look up rows, few at a time."""
     if len(ids) <= ROWS_AT_ONCE:
         return look_up(ids)
     return torch.cat([look_up(part) for part in torch.split(ids, ROWS_AT_ONCE)])

@@ -1,6 +1,6 @@
-// Gated DeltaNet between its projections: the convolution and the gated delta rule, in float32 and bfloat16. Compiled once for
-// each instruction set, whose name ends the function (`gated_delta_rule_avx2`). kernels/delta_rule.py states the contract.
-// Independent of torch.
+// Gated DeltaNet between its projections: the convolution and the gated delta rule, in float32 and bfloat16. Compiled once
+// for each instruction set, whose name ends the function (`gated_delta_rule_avx2`). kernels/delta_rule.py states the
+// contract. Independent of torch.
 //
 // Threads divide tokens, then pieces of heads. Every sum has a fixed order and reads one token after the other from the
 // state, so a result does not depend on which tokens of a sequence one call computes.
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int UNIT = 16;           // a row of the state is filled up to whole units of so many numbers
+constexpr int UNIT = 16;           // a row of the state is padded to a multiple of this
 constexpr int VECTORS = 4;         // vectors of a piece: the columns of a head's state that a thread computes at a time
 constexpr float NORM_EPS = 1e-6f;  // epsilon of the norms of queries and keys
 
@@ -49,7 +49,7 @@ inline float rounded_number(float x) {
   else return widened(rounded(x));
 }
 
-// The convolution of `width` channels from `channel` on, for the token that is the `index`-th of its sequence here.
+// Convolves `width` channels from `channel` on, for token `index` of its sequence in this call.
 template <class Cell>
 void convolve(const Layer& l, int sequence, int64_t token, int channel, int width, float* out) {
   const Cell* qkv = (const Cell*)l.qkv + channel;
@@ -107,7 +107,7 @@ void prepare_token(const Layer& l, int sequence, int64_t token) {
   }
 }
 
-// Takes N vectors of columns of one head's state through a sequence's tokens. While a row of the state is in registers, the
+// Updates N vectors of columns of one head's state by a sequence's tokens. While a row of the state is in registers, the
 // next token's product with it is added up too, so that each token reads the state once.
 template <class Cell, int N>
 void advance(const Layer& l, int sequence, int head, int column) {

@@ -34,7 +34,7 @@ LIMITS = {
 }
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
-LATENT_DIMS = range(16, 1025, 8)  # supported head_dim of a cache whose values are a part of its keys
+LATENT_DIMS = range(16, 1025, 8)  # supported head_dim of a cache whose values are part of its keys
 
 
 class Problem(ctypes.Structure):
@@ -74,11 +74,11 @@ class Problem(ctypes.Structure):
 class Library:
     """One variant of the kernels.
 
-    variants: those that were compiled, that this processor runs and that ONEDNN_MAX_CPU_ISA allows. missing: faster
-    ones that were not compiled.
+    Supports queries, keys and values of one type among DTYPES, contiguous, whose head_dim is among HEAD_DIMS or, with a
+    value_dim, LATENT_DIMS; and caches of that type or int8.
 
-    For queries, keys and values of one type among DTYPES whose head_dim is among HEAD_DIMS or, with a value_dim,
-    LATENT_DIMS, and contiguous, and caches of that type or int8.
+    variants: those that were compiled, that this processor supports and that ONEDNN_MAX_CPU_ISA allows. missing: faster
+    ones that were not compiled.
     """
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
@@ -103,7 +103,7 @@ class Library:
         self.number = VARIANTS.index(self.variant)
 
     def function(self, name: str, *arguments: type) -> Callable[..., None]:
-        """A kernel of rows.cpp in this variant. arguments: ctypes of what it takes."""
+        """Return a kernel of rows.cpp in this variant. arguments: ctypes of its parameters."""
         variant = "avx512_bf16" if self.variant == "amx" else self.variant  # rows.cpp has no variant for matrix units
         found = self.compiled[f"serve_llm_{name}_{variant}"]
         found.argtypes = arguments

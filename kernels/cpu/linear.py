@@ -156,7 +156,7 @@ class _PackedInt8(_Packed):
         return self._multiply(numbers, x.dtype)
 
     def look_up(self, dtype: torch.dtype, ids: Tensor) -> Tensor:
-        """Rows of the weight: (rows, inputs) of `dtype`."""
+        """Return rows of the weight: (rows, inputs) of `dtype`."""
         panels = self._tensors[0].view(-1, self._units, self._columns)
 
         def look_up_few(few: Tensor) -> Tensor:
@@ -168,11 +168,11 @@ class _PackedInt8(_Packed):
 
 
 def _row_bytes(weight: Tensor) -> int:
-    """Stride between rows."""
+    """Return the stride between rows."""
     return weight.stride(0) * weight.element_size()
 
 
 def _constant(outputs: int, bias: Tensor | None, x: Tensor) -> Tensor:
-    """The result of a layer without inputs or without outputs."""
+    """Return the result of a layer without inputs or without outputs."""
     y = x.new_zeros(x.shape[0], outputs)
     return y if bias is None else y.add_(bias)

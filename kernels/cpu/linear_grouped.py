@@ -79,14 +79,14 @@ class GroupedPacker:
         self._pack_codes.restype = None
 
     def packs(self, weight: GroupedWeight) -> bool:
-        """Whether the weight can be packed: not if groups begin amid words."""
+        """Return whether the weight can be packed: not if groups begin in the middle of words."""
         per_word = WORD_BITS // weight.bits
         num_groups = weight.scales.shape[1]
         is_aligned = num_groups == 1 or (weight.group_size % per_word == 0 and weight.offset % per_word == 0)
         return weight.codes.numel() > 0 and is_aligned
 
     def pack(self, weight: GroupedWeight, bias: Tensor | None) -> Linear:
-        """The layer, for a weight that `packs` accepts. x may be of bfloat16 or float32."""
+        """Build the layer, for a weight that `packs` accepts. x may be bfloat16 or float32."""
         return _PackedGroups(self, weight, bias)
 
     def pack_codes(self, weight: GroupedWeight, units: int) -> Tensor:
@@ -162,7 +162,7 @@ class _PackedGroups:
         self._form = replace(weight, codes=nothing, scales=nothing, zeros=None, minimums=None, divisors=None)
 
     def look_up(self, dtype: torch.dtype, ids: Tensor) -> Tensor:
-        """Rows of the weight: (rows, inputs) of `dtype`."""
+        """Return rows of the weight: (rows, inputs) of `dtype`."""
         return look_up_in_parts(lambda few: self._unpack_rows(few).dequantise().to(dtype), ids)
 
     def _unpack_rows(self, ids: Tensor) -> GroupedWeight:

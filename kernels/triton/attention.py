@@ -97,7 +97,7 @@ class _Launch(NamedTuple):
     options: dict[str, Any]
     combine_options: dict[str, Any]
     items: Tensor
-    split_values: Tensor  # one layer's are of no more use when the next layer writes them
+    split_values: Tensor  # reused: the next layer overwrites them
     split_stats: Tensor
 
     def run(
@@ -150,7 +150,7 @@ def _prepare(
     longest_context: int,
     on_device: Lengths,
 ) -> _Launch:
-    """Make the work list of this step. plan: without splits. longest_context: an upper bound, as are query_starts."""
+    """Create the work list of this step. plan: without splits. longest_context: an upper bound, as are query_starts."""
     sequences = len(query_starts) - 1
     num_tiles = sequences if plan.single_query else query_starts[-1] // plan.queries_per_tile + sequences
     num_programs = cache.shape[2] * plan.head_tiles  # for each item
@@ -189,7 +189,8 @@ def _prepare(
 
 
 def _bound_splits(plan: SplitPlan, target: int, num_tiles: int, longest_context: int) -> int:
-    """The most splits that the work list may make; 0 if it cannot split. target: items that share the keys equally."""
+    """Return the maximum number of splits that the work list may have; 0 if it cannot split. target: items that share
+    the keys equally."""
     num_keys = longest_context
     if plan.window:
         num_keys = min(num_keys, plan.window + plan.queries_per_tile + plan.unit)
@@ -251,10 +252,12 @@ def _pad_dims(head_dim: int, value_dim: int | None) -> tuple[int, int]:
 def _choose_tiles(
     query: Tensor, cache: Tensor, value_dim: int | None, single_query: bool, batch_invariant: bool
 ) -> Tiles:
-    """A block number is loaded before its keys, so only about half of the stages hold keys. The log in
-    docs/performance.md has the times of other tiles on an H200.
+    """Choose the tile sizes.
 
-    Cards with 99 KB of shared memory for a program get smaller tiles for large heads."""
+    A block number is loaded before its keys, so only about half of the stages hold keys. The log in docs/performance.md
+    has the times of other tiles on an H200. Cards with 99 KB of shared memory for a program get smaller tiles for large
+    heads.
+    """
     main_dim, _ = _pad_dims(query.shape[2], value_dim)
     is_small = _shared_bytes(query.device) < LARGE_SHARED_BYTES
     if query.dtype == torch.float32:  # exact, so without tensor cores
@@ -276,7 +279,7 @@ def _choose_tiles(
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """The shared memory that one program can have."""
+    """Return the shared memory that one program can have."""
     if device.type != "cuda":
         return LARGE_SHARED_BYTES
     properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the next name

@@ -18,9 +18,9 @@ from torch import Tensor
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.delta_rule import NORM_EPS, DeltaRule
 
-CHANNELS = 128  # that one program computes
-TOKENS = 16  # that one program convolves
-COLUMNS = 32  # columns of a head's state in one program
+CHANNELS = 128  # per program
+TOKENS = 16  # per program
+COLUMNS = 32  # columns of a head's state per program
 
 
 def gated_delta_rule(
@@ -78,8 +78,8 @@ def gated_delta_rule(
 
 @triton.jit
 def _load_inputs(token, first, channel, qkv, qkv_token, past, num_old, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """The convolution's inputs at a token, as float32. Before the step's `first` token of the sequence they are those
-    that the cache keeps at `past`, in `num_old` channels, and 0 in the others."""
+    """Load the convolution's inputs at a token, as float32. Before the step's `first` token of the sequence, they are
+    those that the cache keeps at `past`, in `num_old` channels, and 0 in the others."""
     new = tl.load(qkv + token * qkv_token + channel, mask=channel < tl.where(token >= first, CHANNELS, 0), other=0.0)
     row = token - first + KERNEL - 1
     old = tl.load(past + row * CHANNELS, mask=channel < tl.where(token < first, num_old, 0), other=0.0)
@@ -102,7 +102,7 @@ def _convolve(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Some tokens of a sequence in some channels."""
+    """Convolve some tokens of a sequence in some channels."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < CHANNELS
@@ -150,7 +150,7 @@ def _advance(
     KEY_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some columns of a head's state through all tokens of a sequence."""
+    """Update some columns of a head's state by all tokens of a sequence."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(starts + sequence).to(tl.int64)
@@ -201,7 +201,7 @@ def _keep_inputs(
     KERNEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last inputs of a sequence in some channels, the oldest first."""
+    """Store the last inputs of a sequence in some channels, the oldest first."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < CHANNELS

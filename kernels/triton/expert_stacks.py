@@ -37,8 +37,8 @@ class ExpertStack:
         self._packed: _PackedStack | None = None
 
     def put(self, index: int, layer: Linear) -> bool:
-        """Copy the layer of expert `index`; the first call allocates the stack. False if the layer has no place in it:
-        it is of no known kind, or of another than the layers before."""
+        """Copy the layer of expert `index`; the first call allocates the stack. Returns False if the layer cannot be
+        stacked: it is of an unknown kind, or of another kind than earlier layers."""
         if index == 0 and isinstance(layer, UNQUANTISED):
             self._plain = _PlainStack.allocate(self._experts, layer)
         elif index == 0 and isinstance(layer, GroupedLinear):
@@ -49,14 +49,14 @@ class ExpertStack:
         return self._packed is not None and isinstance(layer, GroupedLinear) and self._packed.put(index, layer)
 
     def get(self, index: int) -> Linear:
-        """The layer that was put there."""
+        """Return the layer that was put there."""
         stack = self._packed or self._plain
         assert stack is not None
         return stack.get(index)
 
     @property
     def form(self) -> str:
-        """Equal for stacks that differ in the contents of their tensors only."""
+        """A value that is equal for stacks that differ only in the contents of their tensors."""
         if self._packed is None:
             return "plain"
         weight = self._packed.weight
@@ -64,7 +64,7 @@ class ExpertStack:
         return str({name: value for name, value in values.items() if not isinstance(value, Tensor)})
 
     def list_tensors(self, index: int) -> list[Tensor]:
-        """The weights of the layer that was put there, in the stack."""
+        """Return the weights of the layer that was put there, in the stack."""
         stack = self._packed or self._plain
         assert stack is not None
         return [tensor[index] for tensor in stack.list_stacked() if tensor is not None]
@@ -135,7 +135,7 @@ class _PlainStack:
 
 
 class _PackedStack:
-    """Scales take the widest type of all experts."""
+    """Scales have the widest type of all experts."""
 
     def __init__(self, experts: int, layer: GroupedLinear) -> None:
         def allocate(tensor: Tensor | None) -> Tensor | None:
@@ -147,7 +147,7 @@ class _PackedStack:
         self.bias = allocate(layer.bias)
 
     def put(self, index: int, layer: GroupedLinear) -> bool:
-        """False if it has another form."""
+        """Like `ExpertStack.put`. Returns False if it has another form."""
         if not _is_alike(self.weight, layer.weight) or (layer.order is None) != (self.order is None):
             return False
         widest = _promote(self.weight.scales.dtype, layer.weight.scales.dtype)
@@ -222,13 +222,13 @@ def _is_alike(stack: GroupedTensors, weight: GroupedTensors) -> bool:
 
 
 def _count_blocks(pairs: SortedPairs, block_rows: int) -> int:
-    """The most programs along the rows that may be needed: the host does not know how many rows each expert has."""
+    """Return the maximum number of programs along the rows: the host does not know how many rows each expert has."""
     return min(len(pairs.order), len(pairs.order) // block_rows + len(pairs.starts) - 1)
 
 
 @triton.jit
 def _find_expert(block, starts, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a block of rows, `experts` for a surplus block, and the first block of this expert."""
+    """Find the expert of a block of rows, `experts` for a surplus block, and the first block of this expert."""
     number = tl.arange(0, EXPERTS)
     count = tl.load(starts + number + 1, number < experts, 0) - tl.load(starts + number, number < experts, 0)
     ends = tl.cumsum((count + ROWS - 1) // ROWS, 0)  # one past each expert's last block
@@ -238,7 +238,7 @@ def _find_expert(block, starts, experts, EXPERTS: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _find_rows(block, first_block, expert, order, starts, top_k, BY_TOKEN: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of x and of y, int64, and which of them there are."""
+    """Find the rows of x and of y, int64, and which of them exist."""
     position = tl.load(starts + expert) + (block - first_block) * ROWS + tl.arange(0, ROWS)
     is_valid = position < tl.load(starts + expert + 1)
     pair = tl.load(order + position, is_valid, 0)

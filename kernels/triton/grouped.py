@@ -53,11 +53,11 @@ class GroupedTensors:
 
     @property
     def steps(self) -> int:
-        """Steps of a sum over all inputs, each over as many inputs as share rows of codes."""
+        """The number of steps of a sum over all inputs, each over as many inputs as share rows of codes."""
         return self.codes.shape[-2] // SLAB
 
     def arguments(self) -> dict[str, Any]:
-        """For `sum_products`, by name."""
+        """The arguments for `sum_products`, by name."""
         num_groups = self.scales.shape[-2]
         scale_kind = _SCALE_KINDS.get(self.scales.dtype, FLOAT_SCALE)
         size = self.steps * SLAB * 8 // self.bits if num_groups == 1 else self.group_size
@@ -83,7 +83,7 @@ class GroupedTensors:
 
 
 def arrange(weight: GroupedWeight) -> GroupedTensors:
-    """The weight in the layout of this module, without its order of inputs. It has outputs and inputs."""
+    """Return the weight in the layout of this module, without its order of inputs. It has outputs and inputs."""
     scales = spread_nan(weight)
     dtype = find_scale_dtype((scales, weight.zeros, weight.minimums))
 
@@ -125,21 +125,21 @@ def _arrange_codes(weight: GroupedWeight) -> Tensor:
 
 @triton.jit
 def _e4m3(code):
-    """Shifted to the place of float16's bits, which then are the number divided by 256. NaN is not known."""
+    """Convert codes. Shifted to float16's bits, they are the number divided by 256. Does not support NaN."""
     half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 256.0
 
 
 @triton.jit
 def _e2m1(code):
-    """The same, divided by 2 ** 14."""
+    """Convert codes. Shifted to float16's bits, they are the number divided by 2 ** 14."""
     half = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 16384.0
 
 
 @triton.jit
 def _e8m0(code):
-    """2 ** (code - 127), or NaN."""
+    """Return 2 ** (code - 127), or NaN."""
     bits = tl.where(code == 0, 0x00400000, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
@@ -157,20 +157,20 @@ def _load_scales(scales, cell, is_cell, SCALE: tl.constexpr):
 
 @triton.jit
 def _find_values(code, table, BITS: tl.constexpr, CODING: tl.constexpr):
-    """The values of codes, float32."""
+    """Return the values of codes, float32."""
     if CODING == 1:
         return tl.load(table + code)
     elif CODING == 2:
         return _e2m1(code)
     elif CODING == 3:
         return _e4m3(code)
-    else:  # the code is the end of the mantissa of 2 ** 23 + code: GPUs convert integers at half the rate of other work
+    else:  # the code becomes the end of the mantissa of 2 ** 23 + code: GPUs convert integers at half the usual rate
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - ((1 << 23) + (1 << (BITS - 1)))
 
 
 @triton.jit
 def load_codes(codes, step, column, is_column, outputs, UNIT: tl.constexpr, SLAB_SIZE: tl.constexpr):
-    """Bytes of one step, (SLAB_SIZE // UNIT, UNIT, columns) int32."""
+    """Load the bytes of one step, (SLAB_SIZE // UNIT, UNIT, columns) int32."""
     unit = tl.arange(0, SLAB_SIZE // UNIT)
     inner = tl.arange(0, UNIT)
     place = (unit[:, None, None] * UNIT + inner[None, :, None]) * outputs + column[None, None, :]
@@ -199,7 +199,7 @@ def unpack_slab(
     UNIT: tl.constexpr,
     SLAB_SIZE: tl.constexpr,
 ):
-    """Weights in these bits of `load_codes`' bytes, in its shape, float32. first: input of the first one."""
+    """Unpack the weights in these bits of `load_codes`' bytes, in its shape, float32. first: input of the first one."""
     unit = tl.arange(0, SLAB_SIZE // UNIT)
     value = _find_values((packed >> (half * BITS)) & ((1 << BITS) - 1), table, BITS, CODING)
     group = (first + unit * UNIT) // group_size
@@ -238,7 +238,7 @@ def sum_products(
     CODING: tl.constexpr,
     SCALE: tl.constexpr,  # kind of the scales
     SCALES_LAST: tl.constexpr,  # `finish` applies the scales
-    UNIT: tl.constexpr,  # a power of two that divides the size of a group: inputs that surely share a scale
+    UNIT: tl.constexpr,  # a power of two that divides the group size: inputs that share a scale
     SLAB_SIZE: tl.constexpr,
 ):
     """Add to the total, (rows, columns) float32, the products of some steps, in ascending order.
@@ -283,7 +283,7 @@ def sum_products(
 
 @triton.jit
 def finish(total, column, is_column, scales, divisors, bias, SCALE: tl.constexpr, SCALES_LAST: tl.constexpr):
-    """Apply to whole sums, (rows, columns), what belongs to outputs."""
+    """Apply to whole sums, (rows, columns), what belongs to outputs, such as scales."""
     if SCALES_LAST:
         total *= _load_scales(scales, column, is_column, SCALE)[None, :]
     if divisors is not None:

@@ -79,7 +79,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None
 
 
 def choose_block_width(outputs: int, element_bytes: int) -> int:
-    """Outputs of a tile: a power of two, 16 to 128 (64 in float32), that gives at least MIN_PROGRAMS tiles."""
+    """Return the outputs per tile: a power of two, 16 to 128 (64 in float32), that gives at least MIN_PROGRAMS
+    tiles."""
     wanted = max(outputs // MIN_PROGRAMS, 1)
     return min(max(16, 1 << (wanted.bit_length() - 1)), 128 if element_bytes == 2 else 64)
 

@@ -1,10 +1,10 @@
 """Linear layers with weights of 4 or 8 bits in Triton. The contract is that of `kernels.linear_grouped.pack_grouped`.
 
-A step of decoding has few rows, and so few tiles that they would not keep a GPU busy: the sum over the inputs is then
-split among several programs, and a second kernel adds their parts in order. A single row needs no tensor cores, and so
-no weights in their layout. More rows take larger tiles and no splits. Each tile of rows unpacks the weight again, so
-for the many rows of a prompt it is unpacked once, into temporary memory, and torch multiplies. With `batch_invariant`
-there is one kernel for all numbers of rows, and tiles and splits follow from the weight alone, so that a row's result
+A decode step has few rows, and so few tiles that they would not keep a GPU busy: the sum over the inputs is then split
+among several programs, and a second kernel adds their parts in order. A single row needs no tensor cores, and so no
+weights in their layout. More rows use larger tiles and no splits. Each tile of rows unpacks the weight again, so for
+the many rows of a prompt it is unpacked once, into temporary memory, and torch multiplies. With `batch_invariant`,
+there is one kernel for all numbers of rows, and tiles and splits depend only on the weight, so that a row's result
 depends on that row alone.
 """
 
@@ -23,15 +23,15 @@ from serve_llm.kernels.linear_grouped import GroupedWeight
 from serve_llm.kernels.linear_int8 import Constant
 from serve_llm.kernels.triton.grouped import GroupedTensors, arrange, finish, load_codes, sum_products, unpack_slab
 
-PROGRAMS = 256  # wanted for a step
-FEW_ROWS = 64  # a step of at most so many gets more programs, as what they add takes little memory
+PROGRAMS = 256  # target for a step
+FEW_ROWS = 64  # a step of at most this many gets more programs, as their partial sums take little memory
 FEW_ROWS_PROGRAMS = 1024
-MIN_STEPS = 4  # in a split, so that loads overlap with products
+MIN_STEPS = 4  # per split, so that loads overlap with products
 UNROLLED_STEPS = 2  # per iteration of a single row's loop, whose loads Triton would not overlap
 INVARIANT_ROWS = 64
-ADDED_COLUMNS = 256  # what a program that adds the parts of sums takes
-UNPACKED_COLUMNS = 128  # what a program that unpacks takes
-MOST_ROWS = 1024  # in a call with splits, whose parts take memory
+ADDED_COLUMNS = 256  # per program that adds the parts of sums
+UNPACKED_COLUMNS = 128  # per program that unpacks
+MOST_ROWS = 1024  # per call with splits, whose parts take memory
 UNPACKED_ROWS = 513  # rows from which a weight is unpacked first; captured steps that contain prompts have fewer
 
 
@@ -46,7 +46,7 @@ def pack_grouped(
 
 def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Linear:
     """See `kernels.linear_int8.pack_int8`, but x is not rounded to 8 bits."""
-    codes = weight.view(torch.uint8) ^ 128  # less the middle of the range it is the number
+    codes = weight.view(torch.uint8) ^ 128  # minus the middle of the range it is the number
     grouped = GroupedWeight(codes, 8, scale, max(weight.shape[1], 1))
     return pack_grouped(grouped, bias, torch.bfloat16, batch_invariant=batch_invariant)
 
@@ -123,7 +123,7 @@ class GroupedLinear:
 
 
 def unpack(weight: GroupedTensors, dtype: torch.dtype) -> Tensor:
-    """The weight as (inputs, outputs)."""
+    """Unpack the weight as (inputs, outputs)."""
     arguments = weight.arguments()
     unpacked = torch.empty((weight.inputs, weight.outputs), dtype=dtype, device=weight.codes.device)
     grid = (triton.cdiv(weight.outputs, UNPACKED_COLUMNS), weight.steps)
@@ -146,11 +146,12 @@ class Tile:
 
 
 def choose_splits(weight: GroupedTensors, tile: Tile, rows: int, programs: int) -> int:
-    """Programs among which a sum is split: as many as give `programs` in all, if each has MIN_STEPS steps."""
+    """Return the number of programs among which a sum is split: enough for `programs` in total, if each has MIN_STEPS
+    steps."""
     tiles = -(-rows // tile.rows) * -(-weight.outputs // tile.columns)
     splits = max(1, min(programs // max(tiles, 1), weight.steps // MIN_STEPS))
     steps_of_split = -(-weight.steps // splits)
-    return -(-weight.steps // steps_of_split)  # no split is without a step
+    return -(-weight.steps // steps_of_split)  # no split is empty
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -183,7 +184,8 @@ def _multiply_grouped(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One tile of y, or of one split. Consecutive programs share their columns, so that weights are read once."""
+    """Compute one tile of y, or of one split. Consecutive programs share their columns, so that weights are read
+    once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
@@ -249,7 +251,7 @@ def _multiply_row(
     COLUMNS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """Some columns of the product of a single row, or of one split. Weights are not rounded."""
+    """Compute some columns of the product of a single row, or of one split. Weights are not rounded."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < outputs
     split = tl.program_id(1)
@@ -337,7 +339,7 @@ def _unpack(
     SLAB_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One step of some columns."""
+    """Unpack one step of some columns."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < outputs
     step = tl.program_id(1)

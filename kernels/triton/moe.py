@@ -64,7 +64,7 @@ def pack_experts(
 
 
 def choose_block_rows(pairs: int, experts: int) -> int:
-    """About as many rows as an expert has on average, since each block reads all weights of its expert."""
+    """Return about as many rows as an expert has on average, since each block reads all weights of its expert."""
     rows: int = triton.next_power_of_2(-(-pairs // experts))
     return min(128, max(16, rows))
 

@@ -185,9 +185,10 @@ def _rope_and_cache(
 
 @triton.jit
 def _round_to(values, target, cache_scales, scale):
-    """The values as numbers of the tensor or pointers `target`; see `kernels.cache_fp8`.
+    """Convert the values to the dtype of the tensor or pointers `target`; see `kernels.cache_fp8`.
 
-    scale: index of the values' scale, if there are cache_scales."""
+    scale: index of the values' scale, if there are cache_scales.
+    """
     if target.dtype.scalar.element_ty == tl.float8e4nv:
         values = values.to(tl.float32)
         if cache_scales is not None:
@@ -198,7 +199,7 @@ def _round_to(values, target, cache_scales, scale):
 
 @triton.jit
 def _norm_heads(left, right, weight, column, eps, HEAD_DIM: tl.constexpr, middle: tl.constexpr):
-    """RMS norm of each head, rounded where `kernels.norm.rms_norm` rounds."""
+    """Apply the RMS norm to each head, rounded where `kernels.norm.rms_norm` rounds."""
     first = left.to(tl.float32)
     second = right.to(tl.float32)
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
