@@ -130,7 +130,7 @@ class Config:
 
     @property
     def types(self) -> str:
-        """For the log: "bfloat16", or "bfloat16 with layers in int8"."""
+        """Describe the dtypes for the log: "bfloat16", or "bfloat16 with layers in int8"."""
         parts: dict[str, list[str]] = {}  # by type
         for part, part_dtype in (("layers", self.quantization), ("KV cache", self.kv_cache_dtype)):
             if part_dtype not in ("none", "auto"):

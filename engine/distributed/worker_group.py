@@ -42,7 +42,7 @@ class LaunchedWorkers(Protocol):
         complete message. Must return quickly."""
 
     def describe_place(self, rank: int) -> str:
-        """Such as "host abc, pid 123"."""
+        """Return the place of a rank, such as "host abc, pid 123"."""
 
     def state(self, rank: int) -> str:
         """State of the rank's process: "stopped", "running", "waiting", or "" if unknown."""

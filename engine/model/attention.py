@@ -247,7 +247,7 @@ def _with_projection_norms(
     keys = elements(share.kv_heads, spec.head_dim)
 
     def build_parameter(kind: str) -> Tensor:
-        """Of the norms of queries and keys together."""
+        """Load the weights of the norms of queries and keys together."""
         query_part = builder.parameter(f"q_norm.{kind}", query_size, part=Part(0, queries))
         return torch.cat([query_part, builder.parameter(f"k_norm.{kind}", key_size, part=Part(0, keys))])
 

@@ -104,7 +104,7 @@ class TokenBudget:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of large steps; None before the first one."""
+        """The seconds per token of large steps; None before the first one."""
         return None if self._tokens_per_second is None else 1.0 / self._tokens_per_second
 
     def next(self, num_running: int = 0, num_waiting: int = 0, in_pause: bool = False) -> int:

@@ -296,5 +296,5 @@ def _reorder(layer: LoRALinear, name: str, rows: Tensor) -> Tensor:
 
 
 def _to_tensor(tensor: AdapterTensor) -> Tensor:
-    """As float32."""
+    """Convert to float32."""
     return torch.frombuffer(bytearray(tensor.data), dtype=DTYPES[tensor.dtype]).view(tensor.shape).float()

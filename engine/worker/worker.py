@@ -134,7 +134,7 @@ class Worker:
 
     @property
     def eplb_stats(self) -> EPLBStats | None:
-        """Of this rank; another object after each placement of experts. None before the first."""
+        """What this rank's balancer has done; another object after each placement of experts. None before the first."""
         return None if self._balancer is None else self._balancer.stats
 
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:

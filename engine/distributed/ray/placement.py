@@ -131,7 +131,7 @@ def plan_bundles(places: Sequence[RayNode], layout: ParallelLayout) -> list[rang
 
 
 def name_ranks(ranks: range) -> str:
-    """Such as "rank 4" and "ranks 0-3"."""
+    """Name the ranks, such as "rank 4" and "ranks 0-3"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 

@@ -110,7 +110,7 @@ def _members(spec: ModelSpec) -> dict[str, int]:
 
 
 def _biased(mixer: AnyAttentionSpec) -> dict[str, bool]:
-    """For each linear layer of the attention, whether it has a bias."""
+    """Return for each linear layer of the attention whether it has a bias."""
     if isinstance(mixer, MLASpec):
         return dict.fromkeys(("attention.q_down", "attention.kv_down", "attention.output"), mixer.bias)
     assert isinstance(mixer, AttentionSpec)
