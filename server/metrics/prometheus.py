@@ -144,7 +144,7 @@ class EngineCollector(Collector):
         return family
 
     def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
-        """Counts of drafts by source. Each engine has one draft source."""
+        """Counts of drafts. Each engine has one draft source."""
         family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
         for labels, engine in self._labelled_engines():
             family.add_metric([*labels, self._draft_source], count(engine.stats))

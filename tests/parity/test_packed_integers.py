@@ -148,7 +148,7 @@ def test_modules_that_differ(tmp_path: Path) -> None:
 
 
 def test_settings_of_autoround_for_modules(tmp_path: Path) -> None:
-    """The layout is that of GPTQ; one module is not quantised."""
+    """Its layout is that of GPTQ; one module is not quantised."""
     left_out = "model.layers.1.mlp.up_proj"
     vocab_size = make_packed(
         tmp_path, "llama", PACKINGS["gptq"], choose=lambda name: is_linear(name) and left_out not in name
