@@ -35,6 +35,7 @@ from serve_llm.kernels import (
 from serve_llm.kernels.backends import flash_attention, triton_kernels
 from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, Features, UnavailableBackend
 from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu import moe as compiled_moe
 from serve_llm.kernels.cpu.delta_rule import DeltaRuleKernel
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
@@ -289,6 +290,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         pack_grouped_table=pack_grouped_table,
         quantise_int4=rows.quantise_int4,
         quantise_int8=rows.quantise_int8,
+        pack_experts=compiled_moe.pack_experts,
         lora=lora,
     )
 

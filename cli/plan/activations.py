@@ -22,6 +22,7 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 ROUTING_BYTES = 20  # per chosen expert: its weight, its number and its position in the order of the experts
 KEY_TILE = 128  # keys per tile, as in `kernels.attention`
 QUERY_TILE = 64
+MOST_EXPERT_ROWS = 1024  # up to which a CPU multiplies the rows of all experts in one call
 # Head sizes with compiled attention, which allocates only its result, as in `kernels.cpu.library`.
 COMPILED_HEAD_DIMS = range(16, 257, 8)
 COMPILED_LATENT_DIMS = range(16, 1025, 8)
@@ -176,7 +177,7 @@ def _mlp_peak(
 def _moe_peak(step: LargestStep, moe: MoESpec, hidden_size: int, shard: Shard, rows: int) -> int:
     """The worst case, in which one expert gets all tokens, including those of other expert-parallel engines.
 
-    A CPU, or a GPU in 8 bits, computes one expert at a time; otherwise, a GPU computes all experts together.
+    A CPU with many rows, or a GPU in 8 bits, computes one expert at a time; otherwise, all experts together.
     """
     output = rows * hidden_size * step.element
     float32_output = step.float32_copy(rows * hidden_size)
@@ -191,6 +192,11 @@ def _moe_peak(step: LargestStep, moe: MoESpec, hidden_size: int, shard: Shard, r
         if intermediate_size:
             expert_peak = _mlp_peak(step, moe.expert, hidden_size, intermediate_size, engines * rows, engines * output)
         peak = expert_outputs + max(expert_peak, 2 * float32_output or output)
+        if step.on_cpu and intermediate_size:
+            together = min(outputs_per_token * rows, MOST_EXPERT_ROWS)
+            inputs = together * hidden_size * step.element
+            together_peak = _mlp_peak(step, moe.expert, hidden_size, intermediate_size, together, inputs)
+            peak = max(peak, together_peak, 2 * inputs)
     else:
         experts_peak = _mlp_peak(step, moe.expert, hidden_size, intermediate_size, outputs_per_token * rows)
         peak = max(experts_peak, expert_outputs + output)

@@ -1,6 +1,7 @@
 // Linear layers with weights of 4 or 8 bits: the C interface, and which thread computes what. Knows nothing of torch.
 
 #include <cstring>
+#include <vector>
 
 #include "grouped.h"
 #include "parallel.h"
@@ -21,7 +22,8 @@ constexpr int PANELS = 8;           // that the inner loops like to take at once
 
 thread_local Workspace input_space;
 
-void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threads) {
+// All rows of x in the format of the inner loops.
+GroupedInput prepared(const GroupedProduct& p, const GroupedMultiply& variant, int threads) {
   const int64_t numbers = (int64_t)p.units * (p.coding == EIGHT_BITS || p.coding == FLOAT8 ? 4 : 8);
   const int64_t x_row = (numbers + LINE - 1) / LINE * LINE + LINE;  // not a power of 2, so that rows do not share sets
   float* x = (float*)input_space.at_least(4 * (x_row + 2 * p.groups) * p.rows);
@@ -31,13 +33,31 @@ void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threa
     for (int64_t row = first; row < last; row++)
       variant.prepare(p, (int)row, x + row * x_row, sums + row * p.groups, scales + row * p.groups);
   });
-  int64_t at_once = PANELS;
-  while (at_once * p.units * 4 * variant.columns < WORTH) at_once *= 2;
-  const int panels = (p.outputs + variant.columns - 1) / variant.columns;
-  parallel(panels, at_once, threads, [&](int64_t first, int64_t last) {
-    variant.panels(p, {x, x_row, sums, scales}, (int)first, (int)last);
-  });
+  return {x, x_row, sums, scales};
 }
+
+int panels_of(const GroupedProduct& p, const GroupedMultiply& variant) {
+  return (p.outputs + variant.columns - 1) / variant.columns;
+}
+
+// Panels that a thread claims at once.
+int64_t panels_at_once(const GroupedProduct& p, const GroupedMultiply& variant) {
+  int64_t panels = PANELS;
+  while (panels * p.units * 4 * variant.columns < WORTH) panels *= 2;
+  return panels;
+}
+
+void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threads) {
+  const GroupedInput input = prepared(p, variant, threads);
+  parallel(panels_of(p, variant), panels_at_once(p, variant), threads,
+           [&](int64_t first, int64_t last) { variant.panels(p, input, (int)first, (int)last); });
+}
+
+// Rows of one layer, as many as the inner loops take at once.
+struct GroupedPiece {
+  GroupedProduct product;
+  GroupedInput input;
+};
 
 // Eight codes of 4 bits, a byte each, in 32 bits, the first in the lowest.
 inline uint32_t packed_nibbles(uint64_t codes) {
@@ -98,6 +118,38 @@ EXPORT void serve_llm_grouped_linear(const GroupedProduct* product, int variant,
     piece.x = (const char*)piece.x + MOST_GROUPED_ROWS * piece.x_row;
     piece.y = (char*)piece.y + MOST_GROUPED_ROWS * piece.y_row * (piece.y_bf16 ? 2 : 4);
   }
+}
+
+// Multiplies each row with the weight of one of `count` layers that differ only in the contents of their weights: rows
+// ends[i - 1] .. ends[i] - 1 with layer i. all: the rows and the results, and what the layers have in common.
+EXPORT void serve_llm_grouped_linear_batch(const GroupedProduct* all, const GroupedProduct* layers, const int64_t* ends,
+                                           int count, int variant, int threads) {
+  const GroupedMultiply& loops = *VARIANTS[variant];
+  const GroupedInput input = prepared(*all, loops, threads);
+  std::vector<GroupedPiece> pieces;
+  int64_t row = 0;
+  for (int layer = 0; layer < count; layer++)
+    while (row < ends[layer]) {
+      GroupedPiece piece = {layers[layer],
+                     {input.x + row * input.x_row, input.x_row, input.sums + row * all->groups,
+                      input.scales + row * all->groups}};
+      GroupedProduct& p = piece.product;
+      p.rows = ends[layer] - row < MOST_GROUPED_ROWS ? (int)(ends[layer] - row) : MOST_GROUPED_ROWS;
+      p.x_bf16 = all->x_bf16;
+      p.y = (char*)all->y + row * all->y_row * (all->y_bf16 ? 2 : 4);
+      p.y_bf16 = all->y_bf16;
+      row += p.rows;
+      pieces.push_back(piece);
+    }
+  const int panels = panels_of(*all, loops);
+  const int64_t at_once = panels_at_once(*all, loops), chunks = (panels + at_once - 1) / at_once;
+  parallel(pieces.size() * chunks, 1, threads, [&](int64_t first, int64_t last) {
+    for (int64_t chunk = first; chunk < last; chunk++) {
+      const GroupedPiece& piece = pieces[chunk / chunks];
+      const int64_t panel = chunk % chunks * at_once, end = panel + at_once < panels ? panel + at_once : panels;
+      loops.panels(piece.product, piece.input, (int)panel, (int)end);
+    }
+  });
 }
 
 }  // extern "C"

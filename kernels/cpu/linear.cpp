@@ -3,6 +3,7 @@
 #include "linear.h"
 
 #include <cstring>
+#include <vector>
 
 #include "parallel.h"
 #include "variants.h"
@@ -96,6 +97,12 @@ void multiply(const Product& p, const Multiply& variant, int threads) {
   });
 }
 
+// Rows of one layer, as many as the inner loops take at once.
+struct Piece {
+  Product product;
+  const void* x;
+};
+
 }  // namespace
 
 extern "C" {
@@ -125,6 +132,37 @@ EXPORT void serve_llm_linear(const Product* product, int variant, int threads) {
     piece.y = (char*)piece.y + most * piece.y_row * (piece.y_bf16 ? 2 : 4);
     if (piece.x_scale != nullptr) piece.x_scale += most;
   }
+}
+
+// Multiplies each row with the weight of one of `count` layers that differ only in weight, bias, weight_scale and start:
+// rows ends[i - 1] .. ends[i] - 1 with layer i. all: the rows and the results, and what the layers have in common.
+EXPORT void serve_llm_linear_batch(const Product* all, const Product* layers, const int64_t* ends, int count, int variant,
+                                   int threads) {
+  const Multiply& loops = *VARIANTS[variant];
+  const Input input = input_of(*all, loops, threads);
+  std::vector<Piece> pieces;
+  int64_t row = 0;
+  for (int layer = 0; layer < count; layer++)
+    while (row < ends[layer]) {
+      Piece piece = {layers[layer], (const char*)input.x + row * input.row};
+      Product& p = piece.product;
+      p.rows = ends[layer] - row < loops.most_rows ? (int)(ends[layer] - row) : loops.most_rows;
+      if (all->x_scale != nullptr) p.x_scale = all->x_scale + row;
+      p.y = (char*)all->y + row * all->y_row * (all->y_bf16 ? 2 : 4);
+      p.y_bf16 = all->y_bf16;
+      row += p.rows;
+      pieces.push_back(piece);
+    }
+  const int panels = panels_of(loops, all->outputs);
+  const int64_t at_once = panels_at_once(*all, loops), chunks = (panels + at_once - 1) / at_once;
+  parallel(pieces.size() * chunks, 1, threads, [&](int64_t first, int64_t last) {
+    float* sums = (float*)sums_space.at_least(PANELS * 4 * (int64_t)loops.columns * loops.most_rows);
+    for (int64_t chunk = first; chunk < last; chunk++) {
+      const Piece& piece = pieces[chunk / chunks];
+      const int64_t panel = chunk % chunks * at_once, end = panel + at_once < panels ? panel + at_once : panels;
+      loops.panels(piece.product, piece.x, input.row, (int)panel, (int)end, sums);
+    }
+  });
 }
 
 }  // extern "C"

@@ -8,7 +8,7 @@ bits do not depend on the other rows, so rows are never padded.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -57,29 +57,31 @@ class Packer:
         self.columns: int = self.compiled.serve_llm_panel_columns(self.number)  # outputs of a panel
         self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_linear.restype = self.compiled.serve_llm_pack.restype = None
+        self.compiled.serve_llm_linear_batch.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
+        self.compiled.serve_llm_linear_batch.restype = None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
         weights = [one for one in (weight, *beside) if one.numel()]
         if not weights:
             return partial(_constant, sum(one.shape[0] for one in (weight, *beside)), bias)
-        return _Packed(self, weights, bias)
+        return CompiledLinear(self, weights, bias)
 
     def pack_int8(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
     ) -> Linear:
         if weight.numel() == 0:
             return partial(_constant, weight.shape[0], bias)
-        return _PackedInt8(self, weight, scale, bias, quantise)
+        return CompiledInt8Linear(self, weight, scale, bias, quantise)
 
     def pack_int8_table(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, quantise: Quantise
     ) -> Table:
         """See `kernels.table.pack_int8_table`. There must be rows."""
-        packed = _PackedInt8(self, weight, scale, bias, quantise)
+        packed = CompiledInt8Linear(self, weight, scale, bias, quantise)
         return Table(packed, partial(packed.look_up, dtype))
 
 
-class _Packed:
+class CompiledLinear:
     def __init__(self, packer: Packer, weights: Sequence[Tensor], bias: Tensor | None) -> None:
         """weights: (outputs, inputs) each, of one dtype, with any row stride; their outputs are concatenated."""
         weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
@@ -87,8 +89,9 @@ class _Packed:
         outputs = len(rows)
         inputs = weights[0].shape[1]
         dtype = weights[0].dtype
-        self._compiled = packer.compiled
-        self._variant = packer.number
+        self.multiply_batch: Callable[..., None] = packer.compiled.serve_llm_linear_batch
+        self._multiply = packer.compiled.serve_llm_linear
+        self.variant = packer.number
         self._outputs = outputs
         self._columns = packer.columns
         row_bytes = inputs * dtype.itemsize
@@ -96,15 +99,15 @@ class _Packed:
         self._missing = units * UNIT // dtype.itemsize - inputs  # padding up to whole units
         self._tensors = [torch.empty(-(-outputs // self._columns) * self._columns * units, dtype=torch.int32)]
         use_huge_pages(self._tensors[0])
-        self._compiled.serve_llm_pack(
-            self._variant,
+        packer.compiled.serve_llm_pack(
+            self.variant,
             ctypes.c_void_p(rows.data_ptr()),
             ctypes.c_int64(row_bytes),
             outputs,
             ctypes.c_void_p(self._tensors[0].data_ptr()),
             torch.get_num_threads(),
         )
-        self._product = Product(
+        self.product = Product(
             kind=KINDS[dtype],
             weight=self._tensors[0].data_ptr(),
             bias=None if bias is None else self._by_panel(bias.float()),
@@ -112,7 +115,7 @@ class _Packed:
             units=units,
             outputs=outputs,
         )
-        self._reference = ctypes.addressof(self._product)
+        self._reference = ctypes.addressof(self.product)
 
     def _by_panel(self, values: Tensor) -> int:
         """Address of one value per output, padded with zeros to a whole panel."""
@@ -120,40 +123,40 @@ class _Packed:
         return self._tensors[-1].data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, x.dtype)
+        y = x.new_empty((x.shape[0], self._outputs))
+        read = self.describe_rows(self.product, x, y)
+        self._multiply(self._reference, self.variant, torch.get_num_threads())
+        del read
+        return y
 
-    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x: (rows, inputs) of the weight's kind -> (rows, outputs) of `dtype`."""
-        rows = x.shape[0]
+    def describe_rows(self, product: Product, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Describe x, (rows, inputs), and the result y to the kernel, which reads the returned tensors."""
         row_bytes = x.stride(0) * x.element_size()
         if self._missing or x.stride(1) != 1 or row_bytes % UNIT:
             x = functional.pad(x, (0, self._missing)).contiguous()
             row_bytes = x.stride(0) * x.element_size()
-        y = torch.empty((rows, self._outputs), dtype=dtype)
-        product = self._product
         product.x = x.data_ptr()
         product.x_row = row_bytes
-        product.rows = rows
+        product.rows = x.shape[0]
         product.y = y.data_ptr()
-        product.y_bf16 = dtype == torch.bfloat16
-        self._compiled.serve_llm_linear(self._reference, self._variant, torch.get_num_threads())
-        return y
+        product.y_bf16 = y.dtype == torch.bfloat16
+        return [x]
 
 
-class _PackedInt8(_Packed):
+class CompiledInt8Linear(CompiledLinear):
     def __init__(self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None, quantise: Quantise) -> None:
         super().__init__(packer, [weight], bias)
         self._quantise = quantise
         self._inputs = weight.shape[1]
-        self._units = self._product.units
-        self._product.weight_scale = self._by_panel(scale.flatten())
+        self._units = self.product.units
+        self.product.weight_scale = self._by_panel(scale.flatten())
         self._scales = self._tensors[-1]
-        self._product.start = self._by_panel(weight.sum(1, dtype=torch.int32) * -ZERO_POINT)
+        self.product.start = self._by_panel(weight.sum(1, dtype=torch.int32) * -ZERO_POINT)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def describe_rows(self, product: Product, x: Tensor, y: Tensor) -> list[Tensor]:
         numbers, scales = self._quantise(x)
-        self._product.x_scale = scales.data_ptr()
-        return self._multiply(numbers, x.dtype)
+        product.x_scale = scales.data_ptr()
+        return [scales, *super().describe_rows(product, numbers, y)]
 
     def look_up(self, dtype: torch.dtype, ids: Tensor) -> Tensor:
         """Return rows of the weight: (rows, inputs) of `dtype`."""

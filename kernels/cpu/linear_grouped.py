@@ -8,6 +8,7 @@ are float16 or bfloat16 where that is exact, else float32.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -66,6 +67,8 @@ class GroupedPacker:
         check_sources(self.compiled, "groupedproduct", ctypes.sizeof(GroupedProduct))
         self.compiled.serve_llm_grouped_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_grouped_linear.restype = None
+        self.compiled.serve_llm_grouped_linear_batch.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
+        self.compiled.serve_llm_grouped_linear_batch.restype = None
         self.columns: int = self.compiled.serve_llm_grouped_columns(self.number)
         self._pack_codes = self.compiled.serve_llm_pack_codes
         self._pack_codes.argtypes = (
@@ -87,7 +90,7 @@ class GroupedPacker:
 
     def pack(self, weight: GroupedWeight, bias: Tensor | None) -> Linear:
         """Build the layer, for a weight that `packs` accepts. x may be bfloat16 or float32."""
-        return _PackedGroups(self, weight, bias)
+        return CompiledGroupedLinear(self, weight, bias)
 
     def pack_codes(self, weight: GroupedWeight, units: int) -> Tensor:
         """(panels, units, columns) int32; the first code of a unit in its lowest bits."""
@@ -109,15 +112,16 @@ class GroupedPacker:
 
     def pack_table(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Table:
         """See `kernels.table.pack_grouped_table`, for a weight that `packs` accepts."""
-        packed = _PackedGroups(self, weight, bias)
+        packed = CompiledGroupedLinear(self, weight, bias)
         return Table(packed, partial(packed.look_up, dtype))
 
 
-class _PackedGroups:
+class CompiledGroupedLinear:
     def __init__(self, packer: GroupedPacker, weight: GroupedWeight, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
-        self._compiled = packer.compiled
-        self._variant = packer.number
+        self.multiply_batch: Callable[..., None] = packer.compiled.serve_llm_grouped_linear_batch
+        self._multiply = packer.compiled.serve_llm_grouped_linear
+        self.variant = packer.number
         self._outputs = outputs
         self._order = weight.order
         columns = packer.columns
@@ -137,7 +141,7 @@ class _PackedGroups:
         )
         self._tensors = (words, *scales, table, divisors, floats)
         scale, zero, minimum = scales
-        self._product = GroupedProduct(
+        self.product = GroupedProduct(
             coding=_find_coding(weight),
             inputs=inputs,
             outputs=outputs,
@@ -155,7 +159,7 @@ class _PackedGroups:
             first_units=first_units,
             group_units=group_units,
         )
-        self._reference = ctypes.addressof(self._product)
+        self._reference = ctypes.addressof(self.product)
         self._columns = columns
         self._inputs = inputs
         nothing = torch.empty(0)
@@ -189,17 +193,26 @@ class _PackedGroups:
     def __call__(self, x: Tensor) -> Tensor:
         if self._order is not None:
             x = x[:, self._order]
+        y = x.new_empty((x.shape[0], self._outputs))
+        read = self.describe_rows(self.product, x, y)
+        self._multiply(self._reference, self.variant, torch.get_num_threads())
+        del read
+        return y
+
+    @property
+    def reorders_inputs(self) -> bool:
+        return self._order is not None
+
+    def describe_rows(self, product: GroupedProduct, x: Tensor, y: Tensor) -> Tensor:
+        """Describe x, (rows, inputs), and the result y to the kernel, which reads the returned tensor."""
         if x.stride(1) != 1:
             x = x.contiguous()
-        y = torch.empty((x.shape[0], self._outputs), dtype=x.dtype)
-        product = self._product
         product.x = x.data_ptr()
         product.x_row = x.stride(0) * x.element_size()
         product.rows = x.shape[0]
         product.x_bf16 = product.y_bf16 = x.dtype == torch.bfloat16
         product.y = y.data_ptr()
-        self._compiled.serve_llm_grouped_linear(self._reference, self._variant, torch.get_num_threads())
-        return y
+        return x
 
 
 def _find_coding(weight: GroupedWeight) -> int:
