@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.engine_schema import EngineOptions
-from serve_llm.common.options.parsers import STORED_FORMATS
+from serve_llm.common.options.parsers import OTHER_METHODS, STORED_FORMATS
 
 STORED_AS_FP8 = ("fp8", "fbgemm_fp8")  # values of quant_method
 NOT_NEEDED = "--quantization: the checkpoint is stored as %s, which needs no option"
@@ -33,4 +33,5 @@ def accept_stored_format(options: EngineOptions, raw: Mapping[str, object]) -> E
 def find_stored_format(raw: Mapping[str, object]) -> str:
     """Return the checkpoint's quant_method, "" if it is not quantised. raw: config.json."""
     config = raw.get("quantization_config")
-    return str(config.get("quant_method") or "") if isinstance(config, Mapping) else ""
+    method = str(config.get("quant_method") or "") if isinstance(config, Mapping) else ""
+    return OTHER_METHODS.get(method, method)

@@ -147,6 +147,13 @@ STORED_FORMATS = {
     "w8a8_fp8": "compressed-tensors",
     "w8a8_int8": "compressed-tensors",
 }
+# Other spellings of quant_method in config.json: AutoRound's before 0.5, and vLLM's names.
+OTHER_METHODS = {
+    "intel/auto-round": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_fp8": "modelopt",
+    "modelopt_mixed": "modelopt",
+}
 
 
 def parse_quantization(value: object) -> str:

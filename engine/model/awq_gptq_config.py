@@ -18,15 +18,34 @@ from serve_llm.engine.model.weight_format import DynamicModules, PackedIntegers
 CALIBRATION = (  # how scales were found, and which kernels the writer used
     "act_group_aware backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu "
     "damp_auto_increment damp_percent dataset disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act "
-    "is_marlin_format max_input_length meta model_file_base_name model_name_or_path model_seqlen "
+    "max_input_length meta model_file_base_name model_name_or_path model_seqlen "
     "module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse mse offload_to_disk "
     "offload_to_disk_path static_groups tokenizer true_sequential use_cuda_fp16 use_exllama "
     # AutoRound's; activations are not rounded
     "act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version enable_minmax_tuning "
     "enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr "
     "nsamples provider quant_block_list scale_dtype seqlen static_attention_dtype static_attention_granularity "
-    "static_kv_dtype static_kv_granularity supported_types to_quant_block_names"
+    "static_kv_dtype static_kv_granularity supported_types to_quant_block_names train_bs"
 ).split()
+
+# AutoRound's names for layouts, with "auto_round:" before most of them. `packing_format` names the layout; versions
+# before 0.5 wrote `backend` instead, with the kernel after a second colon.
+AUTOROUND_LAYOUTS: dict[str, Literal["awq", "gptq", "gptq_v2"]] = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+}
+OLDER_BACKENDS: dict[str, Literal["awq", "gptq", "gptq_v2"]] = {
+    "auto_round:gptq:exllamav2": "gptq",
+    "auto_round:gptq:tritonv2": "gptq",
+    "auto_round:gptq:cuda": "gptq",
+    "auto_round:exllamav2": "gptq_v2",
+    "auto_round:tritonv2": "gptq_v2",
+    "auto_round:awq:gemm": "awq",
+}
 
 Rule = tuple[str, PackedIntegers | None]  # see `DynamicModules`
 UNQUANTISED = 16  # bits
@@ -44,8 +63,7 @@ def read_awq(config: ConfigReader) -> DynamicModules:
         raise ModelError(f"config.json: quantization_config: AWQ with {bits} bits is not supported (supported: 4)")
     group_size = _read_group_size(config, _read_either(config, "group_size", "q_group_size"))
     has_zeros = config.flag("zero_point", True)  # otherwise each is stored as 8
-    unconverted = config.names("modules_to_not_convert") or ()
-    return _read_whole(config, PackedIntegers("awq", bits, group_size, is_symmetric=not has_zeros), unconverted)
+    return _read_whole(config, PackedIntegers("awq", bits, group_size, is_symmetric=not has_zeros))
 
 
 def read_gptq(config: ConfigReader) -> DynamicModules:
@@ -64,8 +82,10 @@ def read_gptq(config: ConfigReader) -> DynamicModules:
 def read_autoround(config: ConfigReader) -> DynamicModules:
     """Read AutoRound's settings, for the layouts of GPTQ and AWQ. `extra_config` has settings for modules, by name or
     regular expression; modules with 16 bits are not quantised."""
-    layouts: dict[str, Literal["awq", "gptq"]] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
-    layout = config.choice("packing_format", layouts, "")
+    layout = config.choice("packing_format", AUTOROUND_LAYOUTS, "auto_round:auto_gptq")
+    backend = config.text("backend") or ""
+    if config.text("packing_format") is None and backend.startswith("auto_round"):
+        layout = config.choice("backend", AUTOROUND_LAYOUTS | OLDER_BACKENDS, "")
     bits = _read_bits(config, None)
     size = _read_group_size(config, config.integer("group_size", None, lowest=-1))
     if layout == "awq" and bits != 4:
@@ -91,8 +111,10 @@ def _read_extra(extra: ConfigReader | None, whole: PackedIntegers) -> tuple[Rule
     return (*named, *matched)
 
 
-def _read_whole(config: ConfigReader, whole: PackedIntegers, unconverted: tuple[str, ...] = ()) -> DynamicModules:
+def _read_whole(config: ConfigReader, whole: PackedIntegers) -> DynamicModules:
     """Read the common parts of AWQ and GPTQ. whole: the format of modules without their own rule."""
+    unconverted = tuple(name for key in ("modules_to_not_convert", "ignore") for name in config.names(key) or ())
+    config.refuse("is_marlin_format")
     config.only("method", None, config.text("quant_method"))  # GPTQModel writes both
     config.only("pack_dtype", None, "int32")
     config.only("data_type", None, "int")
@@ -134,7 +156,7 @@ def _read_own_format(where: str, changes: ConfigReader, whole: PackedIntegers) -
     )
     if own.layout == "awq" and own.bits != whole.bits:
         raise ModelError(f"config.json: quantization_config: {where}: AWQ with {own.bits} bits")
-    changes.only("data_type", None, "int", *(("fp",) if bits == UNQUANTISED else ()))
+    changes.only("data_type", None, "int", *(("fp", "float") if bits == UNQUANTISED else ()))
     changes.ignore(*CALIBRATION)
     changes.done()
     return None if bits == UNQUANTISED else own

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
+from serve_llm.common.options.parsers import OTHER_METHODS
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AttentionSpec, MLASpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightRule
@@ -23,7 +24,8 @@ NAMES = ("{kind}_scale", "{kind}_proj.{kind}_scale", "attn.{kind}_scale", "{kind
 
 def is_calibrated(config: Mapping[str, object]) -> bool:
     """Whether the checkpoint's scales are for an fp8 KV cache. config: `quantization_config`."""
-    method = config.get("quant_method")
+    method = str(config.get("quant_method"))
+    method = OTHER_METHODS.get(method, method)
     stored = config.get("quantization")
     if method == "modelopt" and isinstance(stored, Mapping):  # as in hf_quant_config.json
         config = stored

@@ -48,7 +48,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     config.empty("transform_config")
     if cache := config.inner("kv_cache_scheme"):  # `cache_scales` reads it if the cache is in fp8
         _ignore_activations("kv_cache_scheme", cache)
-    config.ignore("global_compression_ratio", "version")
+    config.ignore("attention_input_activations", "global_compression_ratio", "provider", "version")
     if sparsity := config.inner("sparsity_config"):
         sparsity.only("format", None, "dense")
         sparsity.ignore("global_sparsity", "registry_requires_subclass", "sparsity_structure", "targets", "ignore")
@@ -129,7 +129,7 @@ def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
         "pack-quantized": _read_packed,
         "int-quantized": _read_int8,
         "float-quantized": _read_fp8,
-        "naive-quantized": _read_fp8,
+        "naive-quantized": _read_naive,
         "nvfp4-pack-quantized": _read_nvfp4,
         "mxfp4-pack-quantized": _read_mxfp4,
     }
@@ -140,6 +140,11 @@ def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
     numbers = readers[stored](weights)
     weights.done()
     return numbers
+
+
+def _read_naive(weights: ConfigReader) -> WeightFormat:
+    """Read numbers that fill bytes, of either type: the name that older versions wrote."""
+    return _read_int8(weights) if weights.text("type") == "int" else _read_fp8(weights)
 
 
 def _read_int8(weights: ConfigReader) -> WeightFormat:

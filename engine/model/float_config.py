@@ -8,7 +8,14 @@ from typing import Literal
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.weight_format import BitsAndBytes4, MarkedModules, NvFp4, ScaledNumbers
+from serve_llm.engine.model.weight_format import (
+    BitsAndBytes4,
+    MarkedModules,
+    NamedModules,
+    NvFp4,
+    ScaledNumbers,
+    WeightFormat,
+)
 
 
 def read_fp8(config: ConfigReader) -> MarkedModules:
@@ -17,7 +24,7 @@ def read_fp8(config: ConfigReader) -> MarkedModules:
 
     Activations are not rounded, so their scheme does not matter.
     """
-    config.only("fmt", None, "e4m3")
+    config.only("fmt", None, "e4m3", "e4m3fn", "float8_e4m3fn")
     config.only("expert_dtype", None, "fp8")
     config.empty("modules_to_convert")
     # How scales were rounded does not matter, and `cache_scales` reads the last.
@@ -47,20 +54,47 @@ def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
     return tuple(name for key in keys for name in config.names(key) or ())
 
 
-def read_modelopt(config: ConfigReader) -> MarkedModules:
+MODELOPT: dict[str, ScaledNumbers | NvFp4] = {  # activations and how they are rounded make the other differences
+    "FP8": ScaledNumbers("fp8", "tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ScaledNumbers("fp8", "channel"),
+    "NVFP4": NvFp4("modelopt"),
+    "W4A16_NVFP4": NvFp4("modelopt"),
+}
+MIXED = "MIXED_PRECISION"
+
+
+def read_modelopt(config: ConfigReader) -> MarkedModules | NamedModules:
     """Read Model Optimizer's settings from config.json or, as a separate object, from hf_quant_config.json."""
     config.ignore("producer", "config_groups")  # quant_algo says what the groups do
     stored = config.inner("quantization") or config
-    formats: dict[str, ScaledNumbers | NvFp4] = {"FP8": ScaledNumbers("fp8", "tensor"), "NVFP4": NvFp4("modelopt")}
-    algorithm = stored.choice("quant_algo", {name: name for name in formats}, "")
+    algorithm = stored.choice("quant_algo", {name: name for name in (*MODELOPT, MIXED)}, "")
     stored.only("group_size", None, 16)
-    stored.empty("has_zero_point", "pre_quant_scale", "quantized_layers")
+    stored.empty("has_zero_point", "pre_quant_scale")
     stored.ignore("kv_cache_quant_algo", "kv_cache_scheme")  # `cache_scales` reads them
     unconverted = [name for key in ("exclude_modules", "ignore") for name in stored.names(key) or ()]
     patterns = (f"re:{fnmatch.translate(name)}" if "*" in name else name for name in unconverted)
+    found: MarkedModules | NamedModules
+    if algorithm == MIXED:
+        found = NamedModules(_read_layers(stored.require("quantized_layers")))
+    else:
+        stored.empty("quantized_layers")
+        found = MarkedModules(MODELOPT[algorithm], tuple(patterns))
     if stored is not config:
         stored.done()
-    return MarkedModules(formats[algorithm], tuple(patterns))
+    return found
+
+
+def _read_layers(layers: ConfigReader) -> dict[str, WeightFormat]:
+    """Read the formats of modules by name."""
+    found: dict[str, WeightFormat] = {}
+    for name in layers.keys:
+        layer = layers.require(name)
+        found[name] = MODELOPT[layer.choice("quant_algo", {algorithm: algorithm for algorithm in MODELOPT}, "")]
+        layer.only("group_size", None, 16)
+        layer.empty("has_zero_point", "pre_quant_scale")
+        layer.done()
+    layers.done()
+    return found
 
 
 def read_bitsandbytes(config: ConfigReader) -> MarkedModules:

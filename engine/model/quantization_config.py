@@ -5,6 +5,7 @@ Reading is strict: every key is used, listed as ignored, or refused by name.
 
 from __future__ import annotations
 
+from serve_llm.common.options.parsers import OTHER_METHODS
 from serve_llm.engine.model.awq_gptq_config import read_autoround, read_awq, read_gptq
 from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint, read_compressed_tensors
 from serve_llm.engine.model.config import ConfigReader
@@ -17,7 +18,8 @@ from serve_llm.engine.model.weight_format import QuantizedModules
 def read_quantization_config(config: ConfigReader) -> Int8Checkpoint | GGUFTensors | QuantizedModules:
     """Raises ModelError for anything that is not supported, and OptionError as `ConfigReader.done` does."""
     names = "auto-round awq bitsandbytes compressed-tensors fbgemm_fp8 fp8 gguf gptq modelopt torchao".split()
-    method = config.choice("quant_method", {name: name for name in names}, "")
+    methods = {name: name for name in names} | OTHER_METHODS
+    method = config.choice("quant_method", methods, "bitsandbytes" if _loads_bitsandbytes(config) else "")
     result: Int8Checkpoint | GGUFTensors | QuantizedModules
     if method == "awq":
         result = read_awq(config)
@@ -41,3 +43,8 @@ def read_quantization_config(config: ConfigReader) -> Int8Checkpoint | GGUFTenso
         result = read_fp8(config)
     config.done()
     return result
+
+
+def _loads_bitsandbytes(config: ConfigReader) -> bool:
+    """Whether the settings are those of bitsandbytes, which transformers wrote without `quant_method` until 4.33."""
+    return config.flag("load_in_4bit", False) or config.flag("load_in_8bit", False)

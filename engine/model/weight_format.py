@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
@@ -273,6 +274,19 @@ class MarkedModules(QuantizedModules):
             _matches(entry, name) or f".{entry}." in f".{name}." for entry in self.unconverted for name in spellings
         )
         return None if left_out else self.format.form
+
+
+@dataclass(frozen=True)
+class NamedModules(QuantizedModules):
+    """The modules that config.json names, each with its format."""
+
+    formats: Mapping[str, WeightFormat] = field(hash=False)
+
+    def find_format(self, *spellings: str) -> WeightFormat | None:
+        return next((self.formats[name] for name in spellings if name in self.formats), None)
+
+    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+        return self.find_form(*spellings)
 
 
 @dataclass(frozen=True)

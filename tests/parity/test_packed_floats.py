@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,28 @@ def test_scales_of_attention_have_no_effect(form: str, suffixes: tuple[str, ...]
     if "q_scale" in suffixes:
         edit_config(tmp_path / "packed", lambda config: config["config_groups"].update(attention=ATTENTION_GROUP))
     assert torch.equal(Harness(*load(tmp_path / "packed"), torch.float32).logprobs([[1, 2, 3]])[0], expected)
+
+
+def test_formats_of_modules_of_model_optimizer(tmp_path: Path) -> None:
+    """Attention in fp8 and the rest in NVFP4, as quant_algo MIXED_PRECISION lists them."""
+    vocab_size = make_packed(tmp_path, "llama", "modelopt-nvfp4", choose=lambda name: ".mlp." in name)
+    (tmp_path / "packed").rename(tmp_path / "mlp")
+    pack_checkpoint(tmp_path, "modelopt-fp8", choose=lambda name: ".self_attn." in name)
+    path = tmp_path / "packed" / "model.safetensors"
+    stored = {name: tensor for name, tensor in load_file(path).items() if ".mlp." not in name}
+    both = load_file(tmp_path / "mlp" / "model.safetensors")
+    stored |= {name: tensor for name, tensor in both.items() if ".mlp." in name}
+    save_file(stored, path, metadata={"format": "pt"})
+    names = [name.removesuffix(".weight") for name in stored if name.endswith("_proj.weight")]
+    layers = {name: {"quant_algo": "NVFP4" if ".mlp." in name else "FP8"} for name in names}
+
+    def list_layers(config: dict[str, Any]) -> None:
+        config.clear()
+        config |= {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+    edit_config(tmp_path / "packed", list_layers)
+    spec = check_logprobs(tmp_path / "packed", tmp_path / "plain", random_prompts(vocab_size))
+    assert spec.grouped is not None and len(spec.grouped.layer_forms) > 1
 
 
 @pytest.mark.parametrize(

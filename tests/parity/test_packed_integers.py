@@ -147,15 +147,23 @@ def test_modules_that_differ(tmp_path: Path) -> None:
     check(tmp_path, vocab_size)
 
 
-def test_settings_of_autoround_for_modules(tmp_path: Path) -> None:
-    """Its layout is that of GPTQ; one module is not quantised."""
+@pytest.mark.parametrize(
+    ("layout", "method", "named"),
+    [
+        ("gptq", "auto-round", {"packing_format": "auto_round:auto_gptq"}),
+        ("gptq_v2", "auto-round", {"packing_format": "auto_round"}),
+        ("gptq_v2", "intel/auto-round", {"backend": "auto_round:exllamav2"}),
+    ],
+)
+def test_settings_of_autoround_for_modules(layout: str, method: str, named: dict[str, str], tmp_path: Path) -> None:
+    """Its layouts are those of GPTQ; one module is not quantised."""
     left_out = "model.layers.1.mlp.up_proj"
     vocab_size = make_packed(
-        tmp_path, "llama", PACKINGS["gptq"], choose=lambda name: is_linear(name) and left_out not in name
+        tmp_path, "llama", Packing(layout), choose=lambda name: is_linear(name) and left_out not in name
     )
     path = tmp_path / "packed" / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"] = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": method, **named, "bits": 4}
     config["quantization_config"] |= {"group_size": 16, "sym": False, "extra_config": {left_out: {"bits": 16}}}
     path.write_text(json.dumps(config))
     check(tmp_path, vocab_size)

@@ -24,6 +24,7 @@ AUTOROUND = {"autoround_version": "0.16.1", "data_type": "int", "enable_quanted_
 AUTOROUND |= {"provider": "auto-round", "static_kv_granularity": "tensor", "supported_types": ["Linear"]}
 INTEL = AUTOROUND | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "sym": True}
 INTEL |= {"group_size": 128, "block_name_to_quantize": "model.layers"}
+OPEA = INTEL | {"quant_method": "intel/auto-round", "packing_format": None, "train_bs": 8}  # older versions
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -50,6 +51,13 @@ def read(stored: dict[str, Any]) -> QuantizedModules:
         (GPTQ | AUTOROUND, PackedIntegers("gptq", 4, 128, True)),
         (INTEL, PackedIntegers("gptq", 4, 128, True)),
         (INTEL | {"packing_format": "auto_round:auto_awq", "sym": False}, PackedIntegers("awq", 4, 128, False)),
+        (INTEL | {"packing_format": "auto_round", "sym": False}, PackedIntegers("gptq_v2", 4, 128, False)),
+        (INTEL | {"packing_format": "auto_round:gptqmodel"}, PackedIntegers("gptq_v2", 4, 128, True)),
+        (INTEL | {"packing_format": "auto_round:gptq"}, PackedIntegers("gptq", 4, 128, True)),
+        (INTEL | {"packing_format": None}, PackedIntegers("gptq", 4, 128, True)),
+        (OPEA | {"backend": "auto_round:gptq:exllamav2"}, PackedIntegers("gptq", 4, 128, True)),
+        (OPEA | {"backend": "auto_round:exllamav2", "sym": False}, PackedIntegers("gptq_v2", 4, 128, False)),
+        (OPEA | {"backend": "auto_round:awq:gemm"}, PackedIntegers("awq", 4, 128, True)),
         (GPTQ, PackedIntegers("gptq", 4, 128, True)),
         (GPTQ | {"checkpoint_format": "gptq_v2", "bits": 3, "sym": False}, PackedIntegers("gptq_v2", 3, 128, False)),
         (W4A16, PackedIntegers("compressed", 4, 128, True)),
@@ -68,6 +76,15 @@ def test_modules_that_are_left_out() -> None:
     assert modules.find_format(UP) is not None
 
 
+@pytest.mark.parametrize(
+    ("stored", "key"), [(GPTQ, "modules_to_not_convert"), (INTEL, "modules_to_not_convert"), (AWQ, "ignore")]
+)
+def test_other_keys_that_leave_modules_out(stored: dict[str, Any], key: str) -> None:
+    modules = read(stored | {key: ["visual", "mlp.gate"]})
+    assert modules.find_form("model.layers.3.mlp.gate") is None
+    assert modules.find_form(UP) is not None
+
+
 def test_modules_that_awq_leaves_out_by_rules() -> None:
     modules = read(AWQ | {"dynamic": {"-:.*down": {}, "+:.*up": {"group_size": 32}}})
     assert modules.find_format("model.layers.1.mlp.down_proj") is None
@@ -77,8 +94,9 @@ def test_modules_that_awq_leaves_out_by_rules() -> None:
 def test_settings_of_autoround_for_modules() -> None:
     """A name takes precedence over patterns, which may match anywhere in a name."""
     own = {"mlp\\.": {"bits": 8, "group_size": 32, "data_type": "int"}, UP: {"bits": 16, "data_type": "fp"}}
+    own["model.layers.0.mlp.gate"] = {"bits": 16, "data_type": "float", "act_data_type": "float"}
     modules = read(INTEL | {"extra_config": own})
-    assert modules.find_format(UP) is None
+    assert modules.find_format(UP) is modules.find_format("model.layers.0.mlp.gate") is None
     assert modules.find_format("model.layers.0.mlp.down_proj") == PackedIntegers("gptq", 8, 32, True)
     assert modules.find_format("model.layers.0.self_attn.q_proj") == PackedIntegers("gptq", 4, 128, True)
 
@@ -125,6 +143,8 @@ def change_weights(**changes: object) -> dict[str, Any]:
         (AWQ | {"bits": None}, "bits is missing"),
         (AWQ | {"new": 1}, "unknown keys, which may mean another computation: new"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is not supported"),
+        (INTEL | {"packing_format": None, "backend": "auto_round:new"}, "backend 'auto_round:new'"),
         (GPTQ | {"bits": 5}, "bits 5"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         (GPTQ | {"rotation": "hadamard"}, "rotation is not supported"),

@@ -21,6 +21,7 @@ from serve_llm.engine.model.spec import AttentionSpec
 from serve_llm.engine.model.weight_format import (
     BitsAndBytes4,
     MarkedModules,
+    NamedModules,
     NvFp4,
     PackedIntegers,
     ScaledNumbers,
@@ -102,6 +103,14 @@ def test_int8_weights_alone(change: Callable[[dict[str, Any]], None]) -> None:
             {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}},
             NvFp4("modelopt"),
         ),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, NvFp4("modelopt")),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, NvFp4("modelopt")),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ScaledNumbers("fp8", "channel")),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, BitsAndBytes4("nf4", is_nested=False)),
+        (
+            {"quant_method": "fp8", "fmt": "float8_e4m3fn"},
+            ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv"),
+        ),
     ],
 )
 def test_floats_and_bitsandbytes(stored: dict[str, object], expected: WeightFormat) -> None:
@@ -126,10 +135,25 @@ def test_modules_that_model_optimizer_leaves_out() -> None:
     assert found.find_form("lm_head") is None
 
 
+def test_formats_of_modules_of_model_optimizer() -> None:
+    layers = {"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}
+    layers["model.layers.0.mlp.up_proj"] = {"quant_algo": "NVFP4", "group_size": 16}
+    stored = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    found = read(stored)
+    assert isinstance(found, NamedModules)
+    names = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+    formats = [found.find_format(f"model.layers.0.{name}") for name in names]
+    assert formats == [ScaledNumbers("fp8", "tensor"), NvFp4("modelopt"), None]
+    layers["model.layers.0.mlp.up_proj"]["quant_algo"] = "W4A8_AWQ"
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj: quant_algo 'W4A8_AWQ' is not supported"):
+        read(stored)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported (supported: FP8, NVFP4)"),
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported (supported: FP8, FP8_PER_CHANNEL"),
+        ({"quant_algo": "MIXED_PRECISION"}, "quantized_layers is missing"),
         ({"group_size": 32}, "group_size 32"),
         ({"pre_quant_scale": True}, "pre_quant_scale is not supported"),
         ({"new": 1}, "unknown keys, which may mean another computation: new"),
@@ -163,6 +187,27 @@ def test_integers_that_fill_bytes() -> None:
     stored = found.find_format("model.layers.0.mlp.up_proj")
     assert stored == ScaledNumbers("int8", "block", (1, 32), bits=4, has_zeros=True)
     assert stored.form == GroupedForm(4, 32, has_zeros=True)
+
+
+@pytest.mark.parametrize(
+    ("stored", "weights", "expected"),
+    [
+        ("naive-quantized", {}, ScaledNumbers("int8", "channel")),
+        ("naive-quantized", {"type": "float"}, ScaledNumbers("fp8", "channel")),
+    ],
+)
+def test_bytes_by_their_older_name(stored: str, weights: dict[str, Any], expected: WeightFormat) -> None:
+    config = quantization_config() | {"format": stored}
+    group("weights", **weights)(config)
+    found = read(config)
+    found = found.without_activations() if isinstance(found, Int8Checkpoint) else found
+    assert isinstance(found, TargetedModules)
+    assert found.find_format("model.layers.0.mlp.up_proj") == expected
+
+
+def test_what_autoround_adds_to_compressed_tensors() -> None:
+    more = {"provider": "auto-round", "attention_input_activations": FLOAT_CACHE}
+    assert read(quantization_config() | more) == read(quantization_config())
 
 
 def test_bitsandbytes_names_one_width() -> None:
@@ -230,6 +275,7 @@ FLOAT_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": 
         ({"quant_method": "fp8"}, True),
         ({"quant_method": "gptq", "kv_cache_scheme": FLOAT_CACHE}, False),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, True),
+        ({"quant_method": "modelopt_fp4", "kv_cache_quant_algo": "FP8"}, True),
         ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, True),
         ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "NVFP4"}}, False),
         ({"quant_method": "modelopt"}, False),
