@@ -32,6 +32,7 @@ REASONS = {
 # Initialisations that also change the base model's weights: the adapter's files alone do not define the model.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 ALL_LINEAR = "all-linear"
+TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")  # the latter, without an LM head, are adapters for embeddings
 
 
 class ProductConfig(NamedTuple):
@@ -82,8 +83,8 @@ def read_adapter_config(raw: object) -> AdapterConfig:
     if kind != "LORA":
         raise AdapterError(f"{CONFIG}: peft_type must be LORA, not {kind!r}")
     task = config.pop("task_type", None)
-    if task not in (None, "CAUSAL_LM"):
-        raise AdapterError(f"{CONFIG}: task_type must be CAUSAL_LM, not {task!r}")
+    if task not in (None, *TASKS):
+        raise AdapterError(f"{CONFIG}: task_type must be {' or '.join(TASKS)}, not {task!r}")
     beginning = config.pop("init_lora_weights", True)
     if isinstance(beginning, str) and beginning.lower().startswith(CHANGES_BASE):
         raise AdapterError(
@@ -141,7 +142,9 @@ def _is_named(module: str, names: tuple[str, ...]) -> bool:
 
 
 def _read_flag(key: str, config: dict[str, object]) -> bool:
-    value = config.pop(key, False)
+    value = config.pop(key, None)
+    if value is None:  # as Axolotl writes an option that is not set
+        return False
     if not isinstance(value, bool):
         raise AdapterError(f"{CONFIG}: {key} must be true or false, not {value!r}")
     return value

@@ -184,7 +184,9 @@ def _find_kind(parameter: str) -> Literal["linear", "router", "expert"]:
 
 
 def _list_names(weight_map: WeightMap, module: str) -> list[str]:
-    return [name for spelling in weight_map.list_spellings(module) for name in list_spellings(spelling)]
+    """List the names of a module in the whole model, and in the model without its LM head (transformers' AutoModel)."""
+    names = [name for spelling in weight_map.list_spellings(module) for name in list_spellings(spelling)]
+    return [*names, *(name.removeprefix(weight_map.prefix) for name in names)]
 
 
 def map_parameters(spec: ModelSpec, weight_map: WeightMap) -> dict[str, WeightRule]:

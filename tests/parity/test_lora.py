@@ -12,7 +12,7 @@ import torch
 from serve_llm.common.types import Adapter, FinishReason, Request
 from serve_llm.engine.loop import EngineCore
 from support import packed, packed_floats
-from support.adapter_files import describe
+from support.adapter_files import describe, write_adapter
 from support.adapter_requests import OPTIONS, PROMPTS, ask, ask_all, check_equal, llama
 from support.adapters import check_as_peft, make_adapter, merge
 from support.engine import generate, make_engine
@@ -122,6 +122,22 @@ def test_vectors(how: dict[str, int], tmp_path: Path) -> None:
             assert found[number].equal(expected[number])
             torch.testing.assert_close(found[number + 3], merged[number], atol=1e-4, rtol=1e-4)
             assert (found[number] - found[number + 3]).abs().max() > 0.01
+
+
+def test_an_adapter_trained_without_the_head(tmp_path: Path) -> None:
+    """For embeddings, on transformers' AutoModel: its modules have no prefix."""
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, "qwen3")
+    sizes = {f"layers.{layer}.mlp.down_proj": (60, 97) for layer in range(3)}
+    write_adapter(tmp_path / "whole", {f"model.{name}": size for name, size in sizes.items()})
+    write_adapter(tmp_path / "without", sizes)
+    path = tmp_path / "without" / "adapter_config.json"
+    path.write_text(path.read_text().replace("CAUSAL_LM", "FEATURE_EXTRACTION"))
+    adapters = [describe(tmp_path / name) for name in ("whole", "without")]
+    engine = make_engine(checkpoint, enable_lora=True, runner="generate", convert="embed", block_size=8)
+    requests = [pooling_request(number, PROMPTS[0], adapter=adapter) for number, adapter in enumerate(adapters)]
+    found = compute_vectors(engine, requests)
+    assert found[0].equal(found[1])
 
 
 @pytest.mark.pairs("LoRA + logprobs")

@@ -67,6 +67,16 @@ def test_scales_ranks_and_digest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [{"use_rslora": None, "use_dora": None, "ensure_weight_tying": None, "fan_in_fan_out": None}]
+    + [{"task_type": task} for task in ("FEATURE_EXTRACTION", None)],
+)
+def test_what_changes_nothing(tmp_path: Path, changed: dict[str, object]) -> None:
+    contents = read_adapter(write(tmp_path, CONFIG | changed, build_tensors()), TARGETS, 4)
+    assert [module.scale for module in contents.modules.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
     "targets", ["all-linear", r".*\.(q_proj|down_proj)", ["q_proj", "model.layers.0.mlp.down_proj"]]
 )
 def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
@@ -78,7 +88,7 @@ def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
     ("changed", "error"),
     [
         ({"peft_type": "IA3"}, "peft_type must be LORA"),
-        ({"task_type": "SEQ_CLS"}, "task_type must be CAUSAL_LM"),
+        ({"task_type": "SEQ_CLS"}, "task_type must be CAUSAL_LM or FEATURE_EXTRACTION, not 'SEQ_CLS'"),
         ({"r": 0}, "r must be a positive integer, not 0"),
         ({"r": True}, "r must be a positive integer"),
         ({"r": None}, "r must be a positive integer"),
