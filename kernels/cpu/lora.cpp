@@ -53,13 +53,21 @@ struct Matrix {
   Cell* row(int64_t index) const { return data + index * stride; }
 };
 
-// hidden[row * stride + column] = x[row] . down[column]
+template <class Cell>
+constexpr int LINE = 64 / sizeof(Cell);  // numbers in a cache line
+
+// hidden[row * stride + column] = x[row] . down[column]. Fetches the next COLUMNS columns, or what follows the last one:
+// the processor itself does not foresee that a tile goes on where the next one begins.
 template <int ROWS, int COLUMNS, class Cell>
 void multiply_tile(const Cell* const* x, const Cell* down, int inputs, float* hidden, int64_t stride) {
   Vec sums[ROWS][COLUMNS] = {};
   by_vectors(0, inputs, [&](int i, int count) {
     Vec weights[COLUMNS];
-    for (int column = 0; column < COLUMNS; column++) weights[column] = load_cells(down + (int64_t)column * inputs + i, count);
+    for (int column = 0; column < COLUMNS; column++) {
+      const Cell* from = down + (int64_t)column * inputs + i;
+      if (i % LINE<Cell> == 0) __builtin_prefetch(from + COLUMNS * inputs);
+      weights[column] = load_cells(from, count);
+    }
     for (int row = 0; row < ROWS; row++) {
       const Vec numbers = load_cells(x[row] + i, count);
       for (int column = 0; column < COLUMNS; column++)
