@@ -270,3 +270,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     prefix_caching: bool = True
     rank_hosts: list[str] = []  # name of each rank's host; ranks are numbered stage by stage
+    draft_source: str = "none"  # method of `--speculative-config`, or the default

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from serve_llm.common.engine_placement import EnginePlacement
 from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.options.default_speculation import DEFAULT_SPECULATION, explain_no_default
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.eplb import EPLBConfig
 from serve_llm.common.options.kv_events import KVEventsConfig
@@ -203,7 +204,7 @@ def resolve(
         enable_expert_parallel=options.enable_expert_parallel,
         eplb=options.eplb,
         jump_forward=options.jump_forward,
-        speculation=_speculation(options, generates, has_states),
+        speculation=_speculation(options, device, generates, has_states),
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.max_engines,
@@ -312,7 +313,10 @@ def _prefix_caching(options: EngineOptions, has_states: bool) -> bool:
     return False
 
 
-def _speculation(options: EngineOptions, generates: bool, has_states: bool) -> SpeculativeConfig | None:
+def _speculation(options: EngineOptions, device: str, generates: bool, has_states: bool) -> SpeculativeConfig | None:
+    if options.speculative_config is None:
+        is_default = generates and explain_no_default(options, device, has_states) is None
+        return DEFAULT_SPECULATION if is_default else None
     if options.speculation is not None and has_states:
         raise OptionError(
             "--speculative-config: this model has linear attention, whose states cannot be taken back when drafts are "

@@ -293,11 +293,14 @@ def _build_speculator(
         return None
     if config.has_draft_model:
         assert draft_model is not None, "the draft model was not loaded"
-        return ModelSpeculator(config.num_speculative_tokens, draft_model)
+        return ModelSpeculator(config.num_speculative_tokens, draft_model, config.disable_by_batch_size)
     lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
     recent = RecentTextGroups(*lengths)
     return TextSpeculator(
-        config.num_speculative_tokens, lambda request: PromptLookup(*lengths, recent.find(request)), clock
+        config.num_speculative_tokens,
+        lambda request: PromptLookup(*lengths, recent.find(request)),
+        clock,
+        config.disable_by_batch_size,
     )
 
 

@@ -20,6 +20,7 @@ from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.common.hub import read_config
 from serve_llm.common.logs import configure
 from serve_llm.common.messages import Start
+from serve_llm.common.options.default_speculation import IS_OFF, IS_ON, explain_no_default
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.sentence_transformers import SentenceModules, read_sentence_modules
 from serve_llm.common.types import LoRATarget, ModelInfo
@@ -172,6 +173,7 @@ def _build_model_info(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         rank_hosts=list(executor.hosts),
+        draft_source="none" if config.speculation is None else config.speculation.method,
     )
 
 
@@ -249,9 +251,19 @@ def resolve_config(
         logger.warning(SLOW, spec.architecture)
     elif spec.has_states:
         logger.info("%s", STATES if config.enforce_eager else f"{STATES}; {NO_GRAPHS}")
+    _log_default_speculation(options, config, isinstance(spec, ModelSpec) and spec.has_states)
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)
     return config, apply_engine_config(spec, config) if isinstance(spec, ModelSpec) else spec
+
+
+def _log_default_speculation(options: EngineOptions, config: Config, has_states: bool) -> None:
+    if options.speculative_config is not None or not config.generates:
+        return
+    if config.speculation is not None:
+        logger.info(IS_ON, config.speculation.disable_by_batch_size)
+    else:
+        logger.info(IS_OFF, explain_no_default(options, config.device, has_states))
 
 
 def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig | None:

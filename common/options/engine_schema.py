@@ -202,7 +202,8 @@ class EngineOptions:
         'earlier text of the request, {"method": "draft_model", "model": MODEL}, or MODEL alone, from a small model '
         'with the same tokenizer, {"method": "eagle3", "model": HEAD} from an EAGLE-3 head, {"method": "mtp"} '
         "from the checkpoint's MTP layer, none verifies no drafts; other keys: num_speculative_tokens, "
-        "prompt_lookup_max, prompt_lookup_min (default: none)",
+        "prompt_lookup_max, prompt_lookup_min, disable_by_batch_size (default: on CPUs ngram with at most 2 "
+        "requests at a time, otherwise none)",
         metavar="JSON",
     )
     enable_lora: bool = option(False, parse_boolean, "serve LoRA adapters, which requests name as their model")
@@ -376,7 +377,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How drafts are made; None: there are none."""
+        """How drafts are made according to the option; None: there are none, or the default (`Config.speculation`)."""
         if self.speculative_config in (None, NO_DRAFTS):
             return None
         return SpeculativeConfig.parse(self.speculative_config)

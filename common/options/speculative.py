@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from serve_llm.common.options.parsers import parse_object
 
 MAX_DRAFT_TOKENS = 16
 MAX_MATCH = 64
+MAX_BATCH_SIZE = 1 << 16
 MTP_TOKENS = 1  # what an MTP layer is trained for
 
 
@@ -22,10 +23,10 @@ MTP = "mtp"
 OTHER_NAMES = {"[ngram]": PROMPT_LOOKUP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP}
 # Method -> its keys.
 KEYS = {
-    PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-    DRAFT_MODEL: ("num_speculative_tokens", "model", "revision", "draft_tensor_parallel_size"),
-    EAGLE3: ("num_speculative_tokens", "model", "revision", "draft_tensor_parallel_size"),
-    MTP: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
+    PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"),
+    DRAFT_MODEL: ("num_speculative_tokens", "model", "revision", "draft_tensor_parallel_size", "disable_by_batch_size"),
+    EAGLE3: ("num_speculative_tokens", "model", "revision", "draft_tensor_parallel_size", "disable_by_batch_size"),
+    MTP: ("num_speculative_tokens", "model", "draft_tensor_parallel_size", "disable_by_batch_size"),
 }
 _OTHER_LAYERS = "the MTP layers of DeepSeek-V3 and GLM-4.5 are read, with 'mtp'; those of other models are not"
 _STATES = "linear attention keeps a state from which rejected drafts cannot be removed"
@@ -43,7 +44,6 @@ OTHER_METHODS = {
     "ngram_gpu": "'ngram' looks prompts up on the CPU, beside the steps of the GPU",
 }
 OTHER_KEYS = {
-    "disable_by_batch_size": "measured times of steps decide in which batches drafts are verified; omit it",
     "disable_logprobs": "log-probabilities are the same with and without drafts; omit it",
     "quantization": "a draft model is quantised as --quantization says; omit it",
     "max_model_len": "a draft model has the context length of the served model; omit it",
@@ -63,6 +63,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 3  # minimum length of a match
     model: str | None = None  # the draft model or head: a directory or a Hugging Face id
     revision: str | None = None  # branch, tag or commit of the Hugging Face id
+    disable_by_batch_size: int | None = None  # more requests, running and waiting: no drafts; None: never
 
     @property
     def has_draft_model(self) -> bool:
@@ -119,6 +120,7 @@ def parse_speculative_config(value: object) -> str:
     count = _read_count(given, "num_speculative_tokens", MAX_DRAFT_TOKENS)
     count = count or (MTP_TOKENS if method == MTP else SpeculativeConfig.num_speculative_tokens)
     config = _read_prompt_lookup(given, count) if method == PROMPT_LOOKUP else _read_draft_model(given, method, count)
+    config = replace(config, disable_by_batch_size=_read_count(given, "disable_by_batch_size", MAX_BATCH_SIZE))
     return json.dumps({key: chosen for key, chosen in asdict(config).items() if chosen is not None})
 
 

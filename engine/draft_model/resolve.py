@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import read_config, resolve_draft_checkpoint, resolve_tokenizer
 from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.options.speculative import NO_DRAFTS
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.engine.config import Config, resolve
 from serve_llm.engine.model.eagle_spec import EagleSpec, read_eagle
@@ -119,7 +120,7 @@ def _resolve_config(
         eplb_config=None,
         all_reduce="nccl",
         enable_lora=False,
-        speculative_config=None,
+        speculative_config=NO_DRAFTS,
         kv_cache_memory=None,
         max_model_len=None,
     )

@@ -26,6 +26,10 @@ class MatchRates:
         """Return the acceptance rate of drafts after matches of `length` ids."""
         return self._rates[min(length, LONGEST)]
 
+    def find_later_rate(self, length: int, place: int) -> float:
+        """The same for the draft after `place` accepted ones."""
+        return self.find_rate(length + place)
+
     def observe(self, length: int, came_true: bool) -> None:
         length = min(length, LONGEST)
         self._weights[length] = self.MEMORY * self._weights[length] + 1.0

@@ -157,9 +157,9 @@ class Scheduler:
         if self._speculator is not None:
             paused = self._find_paused()
             self._num_active = len(self._running) - len(paused)
-            held = paused.union(held)
-            ready = (sequence for req_index, sequence in self._running.by_index.items() if req_index not in held)
-            self._speculator.prepare(((one, one.max_drafts(self._max_model_len)) for one in ready), self._num_active)
+            ready = (one for index, one in self._running.by_index.items() if index not in held and index not in paused)
+            drafted = ((one, one.max_drafts(self._max_model_len)) for one in ready)
+            self._speculator.prepare(drafted, self._num_active, len(self._waiting))
 
     def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
         """Choose at most `budget` tokens to compute next. Empty if every sequence waits or is in flight.
@@ -269,7 +269,7 @@ class Scheduler:
             step.budget -= count
             prefill_budget -= count - is_decoding
             drafts: list[int] = []
-            if self._speculator is not None:
+            if self._speculator is not None and not self._speculator.has_too_many:
                 drafts = self._choose_drafts(self._speculator, step, sequence, count, prefill_budget)
                 step.budget -= len(drafts)
                 prefill_budget -= len(drafts)

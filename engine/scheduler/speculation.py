@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from serve_llm.common.types import Request
@@ -94,6 +95,8 @@ class _TextDrafter(_Drafter):
     match_length: int = 0  # ids that the draft follows
     next_lookup: int = 0  # length of the sequence at which to look for the next draft
     excess: float = 0.0  # recent acceptance rate of its drafts, minus that in `rates`
+    is_verifying: bool = False  # whether `proposed` is verified by a step
+    num_failures: int = 0  # drafts without an accepted id, minus those with one, since they were last equal
 
     def learn(self, place: int, came_true: bool) -> None:
         length = self.match_length + place
@@ -110,9 +113,12 @@ class Speculator(ABC):
     WASTE_WEIGHT = 1.0  # weight of wasted time relative to saved time
     _drafters: Mapping[int, _Drafter]  # by request id
 
-    def __init__(self, num_tokens: int) -> None:
-        """num_tokens: most drafts of a sequence in a step."""
+    def __init__(self, num_tokens: int, max_sequences: int | None = None) -> None:
+        """num_tokens: most drafts of a sequence in a step. max_sequences: running and waiting sequences beyond
+        which there are no drafts."""
         self.num_tokens = num_tokens
+        self._max_sequences = max_sequences
+        self.has_too_many = False  # there are too many sequences for drafts
         self.costs = StepCosts()
         self.paused_indices: Collection[int] = ()  # request indices that get no drafts for now
         self._num_drafting = 0  # sequences with drafts in the step being scheduled
@@ -126,11 +132,12 @@ class Speculator(ABC):
         """See `BatchDraftSource`. Only called for sources that read them."""
         raise NotImplementedError
 
-    def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int) -> None:
+    def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int, num_waiting: int = 0) -> None:
         """Make drafts before a step is scheduled. ready: sequences that the step may compute, with the maximum number
-        of drafts of each. num_running: sequences that share the steps."""
+        of drafts of each. num_running: sequences that share the steps. num_waiting: sequences that may join them."""
         self._num_drafting_before = self._num_drafting
         self._num_drafting = 0
+        self.has_too_many = self._max_sequences is not None and num_running + num_waiting > self._max_sequences
 
     def observe_step(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """Record a step that computed newest ids and drafts only."""
@@ -161,7 +168,9 @@ class Speculator(ABC):
         return list(drafter.proposed[: self._count_worthwhile(drafter.find_chance, most, num_running, fixed_cost)])
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        return not self.costs.is_comparison_due and sequence.req_index not in self.paused_indices
+        if self.has_too_many or self.costs.is_comparison_due:
+            return False
+        return sequence.req_index not in self.paused_indices
 
     def _find_fixed_cost(self, num_running: int, num_drafting: int) -> float:
         """Return the fixed cost that the next sequence with drafts must pay. The first one in a step pays for the extra
@@ -198,11 +207,13 @@ class TextSpeculator(Speculator):
     Drafts after longer matches are accepted more often, and the rates are learned from all sequences. A sequence whose
     own drafts do worse gets fewer. Rejected drafts delay the sequences that have none, so a draft must be expected to
     save several times the time that it is expected to waste. A match grows by one with each id, so after a short one
-    there is no lookup until it may be long enough.
+    there is no lookup until it may be long enough. After drafts of which nothing was accepted, a sequence has none for
+    a number of ids that doubles, so that misleading text costs little even if the costs are wrong.
     """
 
     WASTE_WEIGHT = 4.0
     MOST_SKIPPED = 8  # ids without a lookup
+    LONGEST_WAIT = 64  # ids without a lookup after drafts that failed
     REVIEW_STEPS = 16  # steps after which the shortest useful match is determined again
 
     def __init__(
@@ -210,9 +221,10 @@ class TextSpeculator(Speculator):
         num_tokens: int,
         build_source: Callable[[Request], DraftSource],
         clock: Callable[[], float],
+        max_sequences: int | None = None,
     ) -> None:
         """build_source: makes the source of one sequence. clock: returns seconds."""
-        super().__init__(num_tokens)
+        super().__init__(num_tokens, max_sequences)
         self._drafters: dict[int, _TextDrafter] = {}
         self._build_source = build_source
         self._clock = clock
@@ -223,16 +235,27 @@ class TextSpeculator(Speculator):
         self._least_length = 1  # the length of matches that are worth drafts
 
     def update(self, sequence: Sequence) -> None:
-        if not sequence.num_output:
+        if not sequence.num_output or self.has_too_many:
             return
         drafter = self._drafters.get(sequence.request.id)
         if drafter is None:  # also in a pause, because its source keeps the text for later ones
             drafter = _TextDrafter(source=self._build_source(sequence.request), rates=self._rates)
             self._drafters[sequence.request.id] = drafter
+        if drafter.is_verifying and len(sequence.token_ids) > drafter.num_ids:
+            self._settle(drafter, sequence.token_ids)
         if not self._pause.is_on and len(sequence.token_ids) >= drafter.next_lookup:
             started_at = self._clock()
             self._look_up(drafter, sequence.token_ids)
             self._lookup_seconds += self._clock() - started_at
+
+    def _settle(self, drafter: _TextDrafter, token_ids: Items[int]) -> None:
+        """Wait before the next lookup if nothing was accepted."""
+        drafter.is_verifying = False
+        if drafter.proposed[0] == token_ids[drafter.num_ids]:
+            drafter.num_failures = max(0, drafter.num_failures - 1)
+            return
+        drafter.num_failures += 1
+        drafter.next_lookup = len(token_ids) + min(self.LONGEST_WAIT, 2**drafter.num_failures)
 
     def _look_up(self, drafter: _TextDrafter, token_ids: Items[int]) -> None:
         if drafter.proposed:
@@ -242,7 +265,15 @@ class TextSpeculator(Speculator):
         num_missing = self._least_length - drafter.match_length
         drafter.next_lookup = drafter.num_ids + max(1, min(self.MOST_SKIPPED, num_missing))
 
+    def choose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
+        drafts = super().choose(sequence, most, num_running)
+        if drafts:
+            self._drafters[sequence.request.id].is_verifying = True
+        return drafts
+
     def observe_step(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        if not num_drafts and (self.has_too_many or self._pause.skip_step()):
+            return
         cost = self.costs.observe(num_sequences, num_drafts, seconds)
         step_seconds = self.costs.find_step_seconds()
         if step_seconds > 0.0:
@@ -256,8 +287,8 @@ class TextSpeculator(Speculator):
     def _find_least_length(self, num_running: int) -> int:
         fixed_cost = self._find_fixed_cost(num_running, self._num_drafting)
         for length in range(1, LONGEST):
-            rates = [self._rates.find_rate(length + place) for place in range(self.num_tokens)]
-            if self._count_worthwhile(rates.__getitem__, self.num_tokens, num_running, fixed_cost):
+            find_chance = partial(self._rates.find_later_rate, length)
+            if self._count_worthwhile(find_chance, self.num_tokens, num_running, fixed_cost):
                 return length
         return LONGEST
 
@@ -279,8 +310,8 @@ class ModelSpeculator(Speculator):
     RATE_MEMORY = 0.98  # weight of the rate so far, over all sequences, relative to one new comparison
     TRIAL_IDS = 32  # make a draft after this many ids without one, so that a low rate can recover
 
-    def __init__(self, num_tokens: int, source: BatchDraftSource) -> None:
-        super().__init__(num_tokens)
+    def __init__(self, num_tokens: int, source: BatchDraftSource, max_sequences: int | None = None) -> None:
+        super().__init__(num_tokens, max_sequences)
         self._drafters: dict[int, _ModelDrafter] = {}
         self._source = source
         self._mean_rate = FIRST_RATE  # mean over all sequences, used as the initial rate of a new one
@@ -297,8 +328,8 @@ class ModelSpeculator(Speculator):
             drafter.proposed = ()
             drafter.num_ids = len(sequence.token_ids)
 
-    def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int) -> None:
-        super().prepare(ready, num_running)
+    def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int, num_waiting: int = 0) -> None:
+        super().prepare(ready, num_running, num_waiting)
         drafters = []
         wanted = []
         for sequence, most in ready:

@@ -153,6 +153,14 @@ class DraftPause:
     def is_on(self) -> bool:
         return self._num_left > 0
 
+    def skip_step(self) -> bool:
+        """Count a step of a long pause. Returns False if the step must be measured: outside pauses, and before their
+        end, so that times of steps without drafts are recent then."""
+        if self._num_left <= self.SHORTEST:
+            return False
+        self._num_left -= 1
+        return True
+
     def observe(self, saved: float, cost: float, has_drafts: bool) -> None:
         """Record a step. saved, cost: time that drafts and lookups saved and took, as shares of a plain step."""
         if self._num_left:

@@ -32,7 +32,7 @@ class EngineCollector(Collector):
     def __init__(self, replicas: MeasuredEngines, counts: ServerCounts, model_name: str, options: Options) -> None:
         self._replicas = replicas
         self._engines = replicas.engines
-        self._draft_source = "none" if options.speculation is None else options.speculation.method
+        self._draft_source: str | None = None  # None until an engine is ready
         self._counts = counts
         self._model_name = model_name
         self._options = options
@@ -144,10 +144,12 @@ class EngineCollector(Collector):
         return family
 
     def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
-        """Counts of drafts. Each engine has one draft source."""
+        """Counts of drafts. All engines have the same draft source."""
+        if self._draft_source is None:
+            self._draft_source = next((engine.facts.draft_source for engine in self._engines if engine.ready), None)
         family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
         for labels, engine in self._labelled_engines():
-            family.add_metric([*labels, self._draft_source], count(engine.stats))
+            family.add_metric([*labels, self._draft_source or "none"], count(engine.stats))
         return family
 
     def _accepted_by_position(self) -> Metric:

@@ -10,7 +10,8 @@ matches mean nothing. `--model DIRECTORY` runs another model; one with random we
 the same ids. Prints a table, then one JSON line. `on / off` is the median over turns of the ratio of tokens per second,
 `all` the ratio of the times of all turns, `cpu` the median for processor time, which other work disturbs less;
 `accepted` is the share of accepted draft tokens, `per step` the ids per step, `aim` the target ratio (for 8 streams,
-that no workload becomes slower). `--same` runs two engines without drafts, whose difference is the measurement error.
+that no workload becomes slower). `--default` drafts as a server without the option does. `--same` runs two engines
+without drafts, whose difference is the measurement error.
 """
 
 from __future__ import annotations
@@ -144,11 +145,12 @@ def main() -> None:
     parser.add_argument("--texts", choices=TEXTS, default="tuned")
     parser.add_argument("--tasks", nargs="+", help="run only these texts")
     parser.add_argument("--model", default="demo", help="directory with weights and a tokenizer")
+    parser.add_argument("--default", action="store_true", help="draft as without an option, only in small batches")
     parser.add_argument("--same", action="store_true", help="run both engines without drafts")
     given = parser.parse_args()
     folder = Path(resolve_model(given.model))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    configs = {False: "none", True: "none" if given.same else "ngram"}
+    configs = {False: "none", True: "none" if given.same else None if given.default else "ngram"}
     engines = {is_on: make_engine(folder, speculative_config=config) for is_on, config in configs.items()}
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
     results: dict[str, dict[str, float]] = {}

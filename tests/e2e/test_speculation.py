@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) ->
         os.kill(daemon.engine_pids()[0], signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
         assert streams.finish() == undisturbed
+
+
+def test_prompt_lookup_is_on_unless_it_is_turned_off() -> None:
+    with Daemon(*SMALL) as daemon:
+        url = daemon.wait_until_serving()
+        daemon.wait_until_logged("Prompt lookup is on: with at most 2 requests at a time")
+        found = Streams(url, [REPEATED]).finish()
+        assert daemon.metrics()["serve_llm_spec_decode_num_drafts_total"] > 0
+        with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
+            assert 'source="ngram"' in answer.read().decode()
+    with Daemon(*SMALL, *OFF) as daemon:
+        assert Streams(daemon.wait_until_serving(), [REPEATED]).finish() == found
+        assert daemon.metrics()["serve_llm_spec_decode_num_drafts_total"] == 0
 
 
 @pytest.mark.slow

@@ -179,6 +179,7 @@ def test_the_log_says_that_prefix_caching_is_off(directory: Path, caplog: pytest
     caplog.set_level(logging.INFO)
     engine = make_engine(directory)
     assert "Prefix caching is off: linear attention keeps a state per sequence" in caplog.text
+    assert "Prompt lookup is off, because the states of linear attention cannot be taken back" in caplog.text
     assert f"one for each running sequence: {engine.layout.num_states} of " in caplog.text
 
 

@@ -48,6 +48,12 @@ def test_a_head() -> None:
         make_options("demo", speculative_config="eagle3")
 
 
+def test_a_limit_for_batches() -> None:
+    for given in ({"method": "ngram"}, {"model": "d"}, {"method": "eagle3", "model": "d"}, {"method": "mtp"}):
+        config = make_options("demo", speculative_config=given | {"disable_by_batch_size": 4}).speculation
+        assert config is not None and config.disable_by_batch_size == 4
+
+
 def test_a_method_alone() -> None:
     assert make_options("demo", speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
 
@@ -117,7 +123,8 @@ def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
         ("", ["needs 'model'"]),
         ("{", ["'{' is not valid JSON"]),
         ("[ngram", ["'[ngram' is not valid JSON"]),
-        ('{"method": "ngram", "disable_by_batch_size": 8}', ["'disable_by_batch_size'", "measured times", "omit it"]),
+        ('{"method": "ngram", "disable_by_batch_size": 0}', ["disable_by_batch_size must be a whole number from 1"]),
+        ('{"model": "d", "disable_logprobs": true}', ["'disable_logprobs'", "the same with and without", "omit it"]),
         ('{"model": "d", "quantization": "fp8"}', ["'quantization'", "--quantization"]),
         ('{"method": "medusa", "model": "org/heads"}', ["method 'medusa' is not supported", "'eagle3'"]),
         ('{"model": "d", "revision": ""}', ["revision must be a branch, tag or commit, not ''"]),

@@ -15,7 +15,12 @@ from support.engine import generate, make_engine
 from support.gpu_path import make_gpu_engine
 from support.grammars import compile_grammar, constrained, demo, text_of
 
-OPTIONS: dict[str, object] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "16MiB"}
+OPTIONS: dict[str, object] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "kv_cache_memory": "16MiB",
+    "speculative_config": "none",  # masks of drafts are filled in threads
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,15 @@
 """How options are resolved for one model on one device."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.options.default_speculation import DEFAULT_SPECULATION, explain_no_default
 from serve_llm.common.options.parsers import parse_kv_cache_dtype
 from serve_llm.common.options.sources import make_options
+from serve_llm.common.options.speculative import SpeculativeConfig
 from serve_llm.engine.config import Config, check_options, resolve
 
 
@@ -52,7 +55,56 @@ def test_defaults() -> None:
         pipeline_parallel_layers=None,
         enable_expert_parallel=False,
         executor_backend="inprocess",
+        speculation=DEFAULT_SPECULATION,
     )
+
+
+def test_prompt_lookup_is_on_where_it_cannot_lose() -> None:
+    assert DEFAULT_SPECULATION.method == "ngram" and DEFAULT_SPECULATION.disable_by_batch_size == 2
+    for options in ({}, {"tensor_parallel_size": 2}, {"quantization": "int8"}, {"data_parallel_size": 2}):
+        assert decide(**options).speculation == DEFAULT_SPECULATION
+        assert decide(**options, speculative_config="none").speculation is None
+    assert decide(speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": "cuda"}, "GPUs has not been measured; --speculative-config ngram turns it on"),
+        ({"pipeline_parallel_size": 2}, "pipeline stages has not been measured"),
+        ({"nnodes": 2, "master_addr": "10.0.0.1:29500", "tensor_parallel_size": 2}, "several hosts"),
+        (
+            {"has_experts": True, "enable_expert_parallel": True, "data_parallel_size": 2},
+            "wait for each other's drafts",
+        ),
+        ({"model_impl": "transformers"}, "transformers' own code"),
+    ],
+)
+def test_prompt_lookup_is_off_elsewhere(options: dict[str, Any], reason: str) -> None:
+    assert decide(**options).speculation is None
+    chosen = make_options(
+        "demo", **{key: value for key, value in options.items() if key not in ("device", "has_experts")}
+    )
+    why = explain_no_default(chosen, options.get("device", "cpu"), has_states=False)
+    assert why is not None and reason in why
+    if "device" not in options:
+        assert decide(**options, speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
+
+
+def test_prompt_lookup_is_off_for_linear_attention_and_vectors() -> None:
+    chosen = make_options("demo")
+    for given in ({"has_states": True}, {"generates": False}):
+        config = resolve(
+            chosen,
+            "/models/demo",
+            device="cpu",
+            checkpoint_dtype="bfloat16",
+            model_max_len=4096,
+            executor_backend="inprocess",
+            **given,
+        )
+        assert config.speculation is None
+    assert "linear attention" in str(explain_no_default(chosen, "cpu", has_states=True))
     assert decide("cuda").max_num_batched_tokens == 8192
 
 

@@ -16,6 +16,7 @@ from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.speculation import TextSpeculator
 from serve_llm.engine.scheduler.step_costs import StepCosts
 from support.scheduling import FULL, Arrival, FakeWorkers, Load, loads, token_after
+from support.speculation import FreeDrafts
 
 
 class Guesser:
@@ -69,16 +70,19 @@ def make_scheduler(
     num_tokens: int, period: int, num_blocks: int = 100, match_length: int | None = None
 ) -> tuple[Scheduler, TextSpeculator]:
     speculator = TextSpeculator(num_tokens, lambda request: Guesser(period, match_length), time.monotonic)
-    scheduler = Scheduler(
+    return build_scheduler(speculator, num_blocks), speculator
+
+
+def build_scheduler(speculator: TextSpeculator, num_blocks: int = 100, max_model_len: int = 64) -> Scheduler:
+    return Scheduler(
         FULL,
         num_blocks,
         max_num_seqs=4,
-        max_model_len=64,
+        max_model_len=max_model_len,
         max_chunk=64,
         prefix_caching=True,
         speculator=speculator,
     )
-    return scheduler, speculator
 
 
 def run(scheduler: Scheduler, workers: FakeWorkers) -> tuple[int, list[int]]:
@@ -133,7 +137,53 @@ def test_a_sequence_whose_guesses_do_worse_has_fewer_drafts() -> None:
     speculator._rates.observe = lambda length, came_true: None  # the drafts of others are accepted
     add(scheduler, 1)
     numbers = count_drafts(scheduler, FakeWorkers(FULL), 16)
-    assert numbers[1] == 4 and numbers[-1] == 0 and numbers[1:] == sorted(numbers[1:], reverse=True)
+    given = [number for number in numbers if number]
+    assert given[0] == 4 and numbers[-1] == 0 and given == sorted(given, reverse=True)
+
+
+def test_after_drafts_that_fail_a_sequence_waits_ever_longer() -> None:
+    """Even if its guesses look good and drafts look free."""
+    speculator = TextSpeculator(2, lambda request: Guesser(1, 16), time.monotonic)
+    scheduler = build_scheduler(speculator, max_model_len=400)
+    speculator.costs = FreeDrafts()
+    speculator._rates.observe = lambda length, came_true: None
+    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=300, seed=0)), 0.0)
+    workers = FakeWorkers(FULL)
+    steps = [number for number, drafts in enumerate(count_drafts(scheduler, workers, 280)) if drafts]
+    waits = [after - before for before, after in pairwise(steps)]
+    assert waits == [3, 5, 9, 17, 33, 65, 65, 65]
+
+
+def test_drafts_that_come_true_end_the_waiting() -> None:
+    scheduler, speculator = make_scheduler(2, 1, match_length=16)
+    speculator.costs = FreeDrafts()
+    workers = FakeWorkers(FULL)
+    add(scheduler, 1)
+    count_drafts(scheduler, workers, 8)
+    (drafter,) = speculator._drafters.values()
+    assert drafter.num_failures > 1
+    drafter.source = Guesser(1000, 16)
+    count_drafts(scheduler, workers, 16)
+    assert drafter.num_failures == 0
+
+
+def test_no_lookups_and_no_drafts_beyond_a_number_of_sequences() -> None:
+    speculator = TextSpeculator(4, lambda request: Guesser(1000, 16), time.monotonic, max_sequences=1)
+    scheduler = build_scheduler(speculator)
+    speculator.costs = FreeDrafts()
+    workers = FakeWorkers(FULL)
+    for number in (1, 2):
+        add(scheduler, number)
+    for _ in range(6):
+        scheduler.prepare_drafts(())
+        assert run(scheduler, workers)[0] == 0
+    assert not speculator._drafters and not speculator.has_drafts(scheduler._sequences[1], 2)
+    scheduler.abort(2)
+    numbers = []
+    for _ in range(3):
+        scheduler.prepare_drafts(())
+        numbers.append(run(scheduler, workers)[0])
+    assert numbers[0] == 0 and numbers[1] > 0
 
 
 def test_wrong_guesses_are_not_verified_for_ever_but_judged_still() -> None:
@@ -199,7 +249,9 @@ def test_short_matches_are_not_looked_for_while_they_are_worth_nothing() -> None
             return super().propose(token_ids, count)
 
     drafter.source = Watched(1, match_length=3)
+    drafter.is_verifying = False
     speculator._least_length = 7
+    speculator._rates.find_rate = lambda length: 0.0  # nothing is verified
     count_drafts(scheduler, workers, 13)
     assert len(lengths) > 2 and {after - before for before, after in pairwise(lengths)} == {4}
 

@@ -78,6 +78,16 @@ def test_a_step_without_drafts_is_due_now_and_then() -> None:
     assert not costs.is_comparison_due
 
 
+def test_most_steps_of_a_long_pause_are_not_measured() -> None:
+    pause = DraftPause()
+    assert not pause.skip_step(), "no pause"
+    pause._num_left = 100
+    num_skipped = 0
+    while pause.skip_step():
+        num_skipped += 1
+    assert num_skipped == 100 - DraftPause.SHORTEST and pause.is_on
+
+
 def run_pause(pause: DraftPause, saved: float, cost: float, num_steps: int) -> list[int]:
     """Return the lengths of the pauses if every other step has drafts with these savings and costs."""
     lengths = [0]

@@ -1,0 +1,32 @@
+"""The drafts that are verified without `--speculative-config`: prompt lookup, where it cannot make a server slower."""
+
+from __future__ import annotations
+
+from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.options.speculative import PROMPT_LOOKUP, SpeculativeConfig
+
+# With more sequences, a step without drafts uses the processor well already, and a draft delays all of them.
+MOST_SEQUENCES = 2
+DEFAULT_SPECULATION = SpeculativeConfig(method=PROMPT_LOOKUP, disable_by_batch_size=MOST_SEQUENCES)
+IS_ON = (
+    "Prompt lookup is on: with at most %d requests at a time, a step also verifies tokens that followed an earlier "
+    "occurrence of the latest ones; the output is the same. --speculative-config none turns it off"
+)
+IS_OFF = "Prompt lookup is off, because %s"
+TURN_ON = "; --speculative-config ngram turns it on"
+
+
+def explain_no_default(options: EngineOptions, device: str, has_states: bool) -> str | None:
+    """Why no drafts are verified unless an option asks for them; None if they are. has_states: the model has linear
+    attention."""
+    if has_states:
+        return "the states of linear attention cannot be taken back when drafts are rejected"
+    reasons = {
+        "its gain on GPUs has not been measured": device != "cpu",
+        "its gain over pipeline stages has not been measured": options.pipeline_parallel_size > 1,
+        "its gain over several hosts has not been measured": options.nnodes > 1,
+        "engines that share experts would wait for each other's drafts": options.experts_span_engines,
+        "its gain in transformers' own code has not been measured": options.model_impl == "transformers",
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    return None if reason is None else reason + TURN_ON
