@@ -170,7 +170,8 @@ def make_gpu_engine(
     monkeypatch.setattr(runner, "CudaCapture", Recorder)
     as_on_gpu = {"async_scheduling": stages == 1, "enforce_eager": False, "kv_cache_dtype": "auto"}
     fields = {name: more.pop(name, value) for name, value in as_on_gpu.items()}
-    options = make_options(str(directory), **({"kv_cache_memory": "16MiB", "max_num_seqs": 40} | more))
+    defaults = {"kv_cache_memory": "16MiB", "max_num_seqs": 40, "speculative_config": "none"}  # none: as on GPUs
+    options = make_options(str(directory), **(defaults | more))
     raw = read_config(directory)
     config, spec, weights = resolve_all(options, str(directory), raw)
     config = replace(config, **fields)
