@@ -1,8 +1,9 @@
 """Measure how long a start takes, and how the engine's log divides that time into phases.
 
-Run: PYTHONPATH=tests python -m bench.start [--rounds 3]. Times --help; then, for the demo model and the shape of Qwen2
-0.5B, from exec to /health and to the first token. The phases come from the engine's log lines; the server's work runs
-in parallel. Prints a table of medians with the spread, then one JSON line.
+Run: PYTHONPATH=tests python -m bench.start [--rounds 3]. Times --help; then, in turns, for the demo model and the shape
+of Qwen2 0.5B in bfloat16, int8 and int4, from exec to /health and to the first token. The phases come from the engine's
+log lines; the server's work runs in parallel. Processor time, of all processes with their few requests, says more than
+the others if the machine has other work. Prints a table of medians with the spread, then one JSON line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import statistics
 import subprocess
 import tempfile
@@ -22,6 +24,7 @@ from bench.model import model_folder
 from bench.servers import SERVE_LLM, free_port
 
 LATER_REQUESTS = 9
+QUANTIZATIONS = ("int8", "int4")
 PHASES = {
     "engine: modules imported": r"Engine modules imported in ([\d.]+) s",
     "engine: weights packed": r"Weights loaded and packed in ([\d.]+) s",
@@ -60,6 +63,7 @@ def later_seconds(url: str, process: subprocess.Popen[bytes]) -> list[float]:
 
 def start_seconds(model: str, *options: str, **environ: str) -> dict[str, float]:
     """Return the phases' seconds. environ: additional variables."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
@@ -76,6 +80,8 @@ def start_seconds(model: str, *options: str, **environ: str) -> dict[str, float]
         finally:
             process.terminate()
             process.wait()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found["processor time"] = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
         log.seek(0)
         text = log.read().decode()
     return found | {name: float(seen[1]) for name, pattern in PHASES.items() if (seen := re.search(pattern, text))}
@@ -86,12 +92,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     found: dict[str, list[float]] = {"--help": [help_seconds() for _ in range(rounds)]}
-    for title, model in (("demo", "demo"), ("0.5B", str(model_folder()))):
-        for _ in range(rounds):
-            for name, seconds in start_seconds(model).items():
+    shape = str(model_folder())
+    variants: dict[str, tuple[str, ...]] = {"demo": ("demo",), "0.5B": (shape,)}
+    variants |= {f"0.5B {form}": (shape, "--quantization", form) for form in QUANTIZATIONS}
+    for _ in range(rounds):
+        for title, (model, *options) in variants.items():
+            for name, seconds in start_seconds(model, *options).items():
                 found.setdefault(f"{title}, {name}", []).append(seconds)
     for name, values in found.items():
-        print(f"{name:36} median {statistics.median(values):6.2f} s   {min(values):.2f} to {max(values):.2f}")
+        print(f"{name:42} median {statistics.median(values):6.2f} s   {min(values):.2f} to {max(values):.2f}")
     print(json.dumps({name: round(statistics.median(values), 3) for name, values in found.items()}))
 
 
