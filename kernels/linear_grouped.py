@@ -155,6 +155,8 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
 def merge_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """Concatenate the rows of the weights, which must be alike."""
     first = weights[0]
+    if len(weights) == 1:
+        return first
 
     def merge(parts: Sequence[Tensor | None]) -> Tensor | None:
         tensors = [part for part in parts if part is not None]

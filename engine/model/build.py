@@ -281,16 +281,17 @@ class ModelBuilder:
         if len(dense) < len(weights):
             return self._pack_integers(weights, bias)
         if self.fp8:
-            return self.kernels.pack_fp8(*fp8.quantise(torch.cat(dense)), bias)
+            return self.kernels.pack_fp8(*fp8.quantise(_concatenate(dense)), bias)
         form = self._find_form_at_load(names)
         if form is not None:
-            return self.kernels.pack_grouped(self._quantise(torch.cat(dense), form), bias, self.dtype)
+            rounded = merge_rows([self._quantise(one, form) for one in dense])
+            return self.kernels.pack_grouped(rounded, bias, self.dtype)
         if not self._is_int8(names):
             return self.kernels.pack(dense[0], bias, dense[1:])
-        weight = torch.cat(dense)
         if self.int8 is not None and self.int8.in_checkpoint:
-            return self.kernels.pack_int8(weight, load_scales(), bias)
-        return self.kernels.pack_int8(*self.kernels.quantise_int8(weight), bias)
+            return self.kernels.pack_int8(torch.cat(dense), load_scales(), bias)
+        numbers, scales = zip(*map(self.kernels.quantise_int8, dense), strict=True)
+        return self.kernels.pack_int8(_concatenate(numbers), _concatenate(scales), bias)
 
     def _pack_integers(self, weights: Sequence[Tensor | GroupedWeight], bias: Tensor | None) -> Linear:
         """One layer if all weights are integers of the same form, else several whose results are concatenated."""
@@ -343,6 +344,11 @@ class ModelBuilder:
 
     def _describe_linear(self, kind: str, names: Iterable[str], sizes: str, form: str, bias: bool) -> None:
         self.scoped("+".join(names)).describe(f"{kind}({sizes}, {form}{', bias' if bias else ''})")
+
+
+def _concatenate(rows: Sequence[Tensor]) -> Tensor:
+    """One matrix of all rows; the only one itself."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
 def _share(size: int, whole: int) -> str:

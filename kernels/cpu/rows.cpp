@@ -313,6 +313,17 @@ void quantise_int8(const Cell* weight, int64_t stride, int64_t rows, int width, 
   });
 }
 
+inline void sum_int8(const int8_t* numbers, int64_t stride, int64_t rows, int width, int32_t* sums, int threads) {
+  parallel(rows, alone(width), threads, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      const int8_t* const x = numbers + row * stride;
+      int32_t sum = 0;
+      for (int i = 0; i < width; i++) sum += x[i];
+      sums[row] = sum;
+    }
+  });
+}
+
 // ---- 4-bit weights
 
 // A float32 number rounded to float16, to nearest, ties to even.
@@ -475,6 +486,11 @@ KERNEL(quantise_rows)(int bf16, const void* x, int64_t stride, uint8_t* numbers,
 KERNEL(quantise_int8)(int bf16, const void* weight, int64_t stride, int64_t rows, int width, int8_t* numbers,
                       float* scales, int threads) {
   BY_TYPE(quantise_int8((const Cell*)weight, stride, rows, width, numbers, scales, threads))
+}
+
+// The sum of each row. stride: between rows, in bytes.
+KERNEL(sum_int8)(const int8_t* numbers, int64_t stride, int64_t rows, int width, int32_t* sums, int threads) {
+  sum_int8(numbers, stride, rows, width, sums, threads);
 }
 
 // stride: between rows of the weight, in elements. parts: `ranges` shares of a group's range that are tried.

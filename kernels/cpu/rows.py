@@ -222,8 +222,7 @@ class RowKernels:
         return numbers, scales
 
     def quantise_int8(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        if weight.dtype not in DTYPES or weight.stride(1) != 1:
-            weight = weight.float().contiguous()
+        weight = _with_dense_rows(weight if weight.dtype in DTYPES else weight.float())
         outputs, inputs = weight.shape
         numbers = torch.empty((outputs, inputs), dtype=torch.int8)
         scales = torch.zeros((outputs, 1))
@@ -241,8 +240,7 @@ class RowKernels:
         return numbers, scales
 
     def quantise_int4(self, weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        if weight.dtype not in DTYPES or weight.stride(1) != 1:
-            weight = weight.float().contiguous()
+        weight = _with_dense_rows(weight if weight.dtype in DTYPES else weight.float())
         outputs, inputs = weight.shape
         num_groups = -(-inputs // group_size)
         codes = torch.empty((outputs, inputs), dtype=torch.uint8)
@@ -265,3 +263,8 @@ class RowKernels:
                 torch.get_num_threads(),
             )
         return codes, scales, zeros
+
+
+def _with_dense_rows(weight: Tensor) -> Tensor:
+    """The weight, copied if the numbers of a row are not neighbours in memory."""
+    return weight if weight.stride(1) == 1 else weight.contiguous()

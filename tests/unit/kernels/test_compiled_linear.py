@@ -103,6 +103,23 @@ def test_int8_numbers_and_their_sums_are_exact(packer: Packer) -> None:
     assert torch.equal(packer.pack_int8(weight, scale)(x), (x.double() @ weight.double().T).float())
 
 
+def test_int8_weights_of_other_layouts(packer: Packer) -> None:
+    weight, scale = int8_weights(97, 53)
+    x = random(3, 53)
+    expected = packer.pack_int8(weight, scale)(x)
+    beside = torch.full((97, 60), 127, dtype=torch.int8)
+    beside[:, 7:] = weight
+    for same in (beside[:, 7:], weight.T.contiguous().T):
+        assert torch.equal(packer.pack_int8(same, scale)(x), expected)
+
+
+@pytest.mark.parametrize("inputs", [1, 15, 16, 64, 131, 4864])
+def test_sums_of_int8_rows(packer: Packer, inputs: int) -> None:
+    weight = torch.randint(-128, 128, (7, inputs + 3), generator=torch.Generator().manual_seed(2)).to(torch.int8)
+    weight[5], weight[6] = -128, 127
+    assert torch.equal(packer.sum_rows(weight[:, 3:]), weight[:, 3:].sum(1, dtype=torch.int32))
+
+
 def test_layouts_of_weights_and_rows(packer: Packer) -> None:
     weight, x = random(53, 97).T, random(3, 53)
     expected = packer.pack(weight.contiguous())(x)
