@@ -28,13 +28,15 @@ from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.speculation import BatchDraftSource, ModelSpeculator, Speculator, TextSpeculator
 from serve_llm.engine.structured_output.builder import MatcherBuilder
 from serve_llm.engine.structured_output.manager import StructuredOutputManager
+from serve_llm.engine.worker.freed_memory import return_freed_memory
 from serve_llm.engine.worker.graph_sizes import list_decode_sizes
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 10.0  # another interactive request is expected within this time after the last one
 IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
-# Idle waits before a GPU captures further steps, one after each wait. A request that arrives during a capture waits.
+# Idle waits before freed memory is returned, and a GPU captures further steps, one after each wait. A request that
+# arrives meanwhile waits.
 WAITS_BEFORE_IDLE_WORK = 20
 
 
@@ -327,6 +329,8 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
         if not messages and not engine.has_work:
             engine.check_workers()
             num_waits += 1
+            if num_waits == WAITS_BEFORE_IDLE_WORK:
+                return_freed_memory()
             if num_waits > WAITS_BEFORE_IDLE_WORK:
                 engine.run_idle_work()
             engine.write_blocks()

@@ -33,6 +33,7 @@ from serve_llm.engine.weights.load import choose_kernels, load_model
 from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
 from serve_llm.engine.worker.expert_balancer import ExpertBalancer
+from serve_llm.engine.worker.freed_memory import keep_freed_memory
 from serve_llm.engine.worker.graphs import Capture, compute_now
 from serve_llm.engine.worker.host_blocks import HostBlocks
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory, StateSizes
@@ -116,6 +117,8 @@ class Worker:
         self._layout = replace(self._layout, num_blocks=num_blocks, num_slots=num_slots)
         if self._adapters is not None:
             self._adapters.layers.allocate_slots()
+        if self._config.device == "cpu":
+            keep_freed_memory()
         with oom.raise_as(CapacityError, "while allocating the KV cache"):
             self._runner = self._build_runner(self._layout)
             if num_slots and self._runner.caches:
