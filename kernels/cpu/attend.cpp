@@ -280,11 +280,11 @@ void pack_query(const View& view, uint32_t* to) {
   for (int r = 0; r < view.rows.count; r++) {
     const Cell* from = (const Cell*)p.query + view.element(r);
     uint32_t* row = to + (int64_t)r * units;
-    for (int i = 0; i < units; i += W) {
-      const Units x = Number::load_units(from + i * Number::PACK, units - i < W ? units - i : W);
-      const int count = units - i < W ? units - i : W;
-      memcpy(row + i, &x, 4 * count);
-    }
+    int i = 0;
+    for (; i + W <= units; i += W) store(row + i, Number::load_units(from + i * Number::PACK, W));
+    if (i == units) continue;
+    const Units x = Number::load_units(from + i * Number::PACK, units - i);
+    memcpy(row + i, &x, 4 * (units - i));  // calls a function, because its size is not constant
   }
 }
 

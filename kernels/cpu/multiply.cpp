@@ -29,7 +29,7 @@ constexpr int ROWS_AT_ONCE = MOST_TILE_ROWS;
 constexpr int ROWS_AT_ONCE = 252;  // their sums of one panel stay in the cache
 #endif
 constexpr int BLOCK = 512;            // units: a block of a panel stays in the cache for all rows
-constexpr int BLOCK_OF_TWO = 128;     // of two panels, which together with the rows stays in the L1 cache
+constexpr int BLOCK_OF_TWO = 192;     // of two panels, which together with the rows stays in the L1 cache
 constexpr int FETCH_AHEAD = 64;       // units of a panel to prefetch
 
 // How a unit of x and a unit of the weight are multiplied and added to a sum.
@@ -76,6 +76,7 @@ struct WholeUnits {  // for instructions that multiply whole units
 
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
 struct PairsOfBf16 : WholeUnits {
+  static constexpr bool PAIRS_PANELS = true;
   typedef Vec Sum;
   static void add(Sum& sum, const Weight& w, const X* x) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)w.value, (__m512bh)_mm512_set1_epi32(*x));
