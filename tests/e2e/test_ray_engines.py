@@ -4,9 +4,11 @@ a node."""
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ import pytest
 from support.daemon import SERVE_LLM, Daemon
 from support.front_end_load import Clients
 from support.namespaces import Machines
-from support.nodes import LIMIT, SMALL, complete
-from support.ray_machines import RAY, serve_on, short_folder, start_ray, wait_until
+from support.nodes import LIMIT, PROMPTS, SMALL, body, complete
+from support.ray_machines import HEALTH_CHECKS, RAY, serve_on, short_folder, start_ray, wait_until
 from support.ray_nodes import RayNodes, skip_without_ray
 from support.remote_streams import crowd, list_leftovers, start_streams, stream_here, texts_of
 from support.tiny import make_served_checkpoint
@@ -118,5 +120,43 @@ def test_a_node_that_is_lost_takes_its_engine_and_another_brings_it_back(tmp_pat
         head.signal(daemon, signal.SIGTERM)
         assert daemon.wait(LIMIT) == 0, log.read_text()
         for machine in (head, first, spare):
+            with contextlib.suppress(ProcessLookupError):
+                assert list_leftovers(machine) == "[]"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_cpus", "split"),
+    [
+        ((4, 4), ("-tp", "2")),
+        ((4, 4), ("-pp", "2")),
+        ((3, 3, 2), ("-tp", "2")),  # one engine, on two nodes
+        ((3, 3, 2), ("-pp", "2")),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_every_shape_survives_the_loss_of_the_last_node(
+    num_cpus: Sequence[int], split: tuple[str, ...], continuations: list[str], tmp_path: Path
+) -> None:
+    """Four engines. num_cpus: of each node, the head first. What is lost with the last node cannot be replaced."""
+    skip_without_ray()
+    log = tmp_path / "log"
+    bodies = crowd(max_tokens=300)
+    with short_folder() as folder, Machines(len(num_cpus), private=[str(folder)]) as machines:
+        head, *others = machines
+        start_ray(head, folder, num_cpus[0], **HEALTH_CHECKS)
+        for machine, count in zip(others, num_cpus[1:], strict=True):
+            start_ray(machine, folder, count, head.address)
+        daemon, url = serve_on(head, folder, log, *SMALL, "-dp", "4", *split)
+        assert len(set(re.findall(r"engine (\d): Ray places", log.read_text()))) == 4
+        complete_bodies = [json.loads(body(prompt=prompt)) for prompt in PROMPTS]
+        assert texts_of(start_streams(head, url, complete_bodies)) == continuations
+        undisturbed = texts_of(start_streams(head, url, bodies))
+        client = start_streams(head, url, bodies)
+        others[-1].power_off()
+        assert texts_of(client) == undisturbed, log.read_text()
+        head.signal(daemon, signal.SIGTERM)
+        assert daemon.wait(LIMIT) == 0, log.read_text()
+        for machine in (head, *others[:-1]):
             with contextlib.suppress(ProcessLookupError):
                 assert list_leftovers(machine) == "[]"
