@@ -49,6 +49,18 @@ class ChoiceOwner(Protocol):
 class Choice:
     """See the module. The generation collects new output with `take`."""
 
+    __slots__ = (
+        "_generation",
+        "_has_changed",
+        "_is_first",
+        "_num_preemptions",
+        "cached_tokens",
+        "engine_request",
+        "output",
+        "submitted",
+        "times",
+    )
+
     submitted: SubmittedRequest  # set when the generation is entered
 
     def __init__(

@@ -42,6 +42,11 @@ class Delta(msgspec.Struct, gc=False):
     num_calls: int = 0  # tool calls begun so far in this choice
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it contains only text and its ids."""
+        return not (self.first or self.entries or self.pieces) and self.finish_reason is None
+
+    @property
     def reasoning(self) -> str:
         return "".join(piece.text for piece in self.pieces if isinstance(piece, ReasoningPiece))
 

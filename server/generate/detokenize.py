@@ -46,6 +46,8 @@ class TokenPieces(dict[int, "str | bytes"]):
 
 
 class PieceDetokenizer:
+    __slots__ = ("_decoder", "_pieces", "_strip")
+
     def __init__(self, pieces: TokenPieces, strip_first_space: bool) -> None:
         self._pieces = pieces
         self._strip = strip_first_space

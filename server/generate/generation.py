@@ -222,6 +222,8 @@ class Generation:
         """Return one delta for each choice with new output."""
         changed = self._changed
         self._changed = []
+        if len(changed) == 1:  # usually
+            return [changed[0].take()]
         return [choice.take() for choice in changed]
 
     async def wait(self, seconds: float) -> bool:

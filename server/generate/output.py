@@ -38,6 +38,38 @@ class TurnParser(Protocol):
 class OutputProcessor:
     """`finish_reason` is set once the text has ended; push nothing after that."""
 
+    __slots__ = (
+        "_added_positions",
+        "_detokenizer",
+        "_echo",
+        "_echo_detokenizer",
+        "_end_ids",
+        "_entries",
+        "_has_been_taken",
+        "_has_other_pieces",
+        "_has_started",
+        "_include_reasoning",
+        "_is_plain",
+        "_num_calls",
+        "_num_decoded",
+        "_num_released",
+        "_params",
+        "_parser",
+        "_pieces",
+        "_prompt_ids",
+        "_prompt_logprobs",
+        "_repetition",
+        "_scanner",
+        "_stop_reason",
+        "_text",
+        "_token_ids",
+        "_vector",
+        "finish_reason",
+        "index",
+        "num_reasoning_tokens",
+        "num_tokens",
+    )
+
     def __init__(
         self,
         index: int,

@@ -99,7 +99,7 @@ class ServerCounts:
     front_ends: FrontEndCounts
 
 
-@dataclass
+@dataclass(slots=True)
 class ChoiceTimes:
     """Clock times of one choice; None until they come."""
 

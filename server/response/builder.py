@@ -105,10 +105,10 @@ class ResponseBuilder(ABC):
         event["choices"] = choices
         return event
 
-    def is_plain(self, delta: Delta) -> bool:
-        """Whether the delta contains only text, so that its event can be assembled from prebuilt bytes."""
-        has_more = delta.first or delta.entries or delta.pieces or self._return_token_ids
-        return not has_more and delta.finish_reason is None
+    @property
+    def returns_only_text(self) -> bool:
+        """Whether the event of a plain delta contains only text, so that it can be assembled from prebuilt bytes."""
+        return not self._return_token_ids
 
     @abstractmethod
     def _build_choice(self, delta: Delta) -> Json:

@@ -3,6 +3,8 @@ bytes."""
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from serve_llm.server.generate.delta import Delta, TokenCounts
@@ -23,16 +25,30 @@ class SSEEncoder:
     start_seconds: float | None = None
     ping_seconds: float | None = None
 
+    # A token's time is mostly that of fetching the objects of its stream; these are smaller with slots.
+    __slots__ = (
+        "_after_text",
+        "_before_index",
+        "_before_text",
+        "_builder",
+        "_include_usage",
+        "_index",
+        "_num_shown",
+        "_returns_only_text",
+        "continuous_usage",
+    )
+
     def __init__(self, builder: ResponseBuilder, include_usage: bool, continuous_usage: bool) -> None:
         """include_usage: end with an event that holds the usage; it is null in all others, as OpenAI does it.
         continuous_usage: every event holds the usage so far."""
         self.continuous_usage = continuous_usage
         self._builder = builder
         self._include_usage = include_usage
-        before_index, after_text = _build_template(builder, include_usage)
-        self._before_index = before_index
-        self._after_text = after_text
-        self._before_text: dict[int, bytes] = {}  # by index of the choice
+        self._returns_only_text = builder.returns_only_text and not continuous_usage
+        self._before_index = _build_start(builder)
+        self._after_text = _build_end(builder.plain_choice[1], include_usage)
+        self._index = 0  # of the choice that `_before_text` is for
+        self._before_text = self._before_index % 0
         self._num_shown = 0  # generated tokens in the usage of the last event
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
@@ -42,14 +58,14 @@ class SSEEncoder:
         return b"".join([self._encode_delta(delta, counts) for delta in deltas])
 
     def _encode_delta(self, delta: Delta, counts: TokenCounts | None) -> bytes:
-        if self.continuous_usage or not self._builder.is_plain(delta):
+        if not self._returns_only_text or not delta.is_plain:
             return self._encode_event(delta, counts)
         if not delta.text:
             return b""
-        start = self._before_text.get(delta.index)
-        if start is None:
-            start = self._before_text[delta.index] = self._before_index % delta.index
-        return start + encode_json(delta.text) + self._after_text
+        if delta.index != self._index:
+            self._index = delta.index
+            self._before_text = self._before_index % delta.index
+        return self._before_text + encode_json(delta.text) + self._after_text
 
     def encode_ping(self, counts: TokenCounts) -> bytes:
         return PING
@@ -89,11 +105,13 @@ def _to_line(event: Json) -> bytes:
     return b"data: " + encode_json(event) + b"\n\n"
 
 
-def _build_template(builder: ResponseBuilder, include_usage: bool) -> tuple[bytes, bytes]:
-    """The bytes of a plain event before its text, with %d for the choice's index, and after it."""
-    without_choices = encode_json(builder.build_event([]))
-    before, key, after = without_choices.rpartition(b'"choices":[')
-    before_text, after_text = builder.plain_choice
-    usage = b',"usage":null' if include_usage else b""
-    prefix = b"data: " + before.replace(b"%", b"%%") + key + b'{"index":%d,' + before_text
-    return prefix, after_text + after[:-1] + usage + b"}\n\n"
+def _build_start(builder: ResponseBuilder) -> bytes:
+    """The bytes of a plain event before its text, with %d for the choice's index."""
+    before, key, _ = encode_json(builder.build_event([])).rpartition(b'"choices":[')
+    return b"data: " + before.replace(b"%", b"%%") + key + b'{"index":%d,' + builder.plain_choice[0]
+
+
+@functools.cache
+def _build_end(after_text: bytes, include_usage: bool) -> bytes:
+    """The bytes of a plain event after its text. One object for all streams, which the processor's caches then hold."""
+    return after_text + b"]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
