@@ -50,7 +50,16 @@ if KERNELS not in ("all", "native"):
     raise SystemExit(f"CPU_KERNELS={KERNELS} is unknown: all, or native for this machine's processor alone")
 
 # grouped.cpp takes longest, so it comes first: at the end, no core waits for it.
-PER_VARIANT = ("grouped.cpp", "attend.cpp", "rows.cpp", "multiply.cpp", "lora.cpp", "scan.cpp", "delta_rule.cpp")
+PER_VARIANT = (
+    "grouped.cpp",
+    "grouped_bytes.cpp",
+    "attend.cpp",
+    "rows.cpp",
+    "multiply.cpp",
+    "lora.cpp",
+    "scan.cpp",
+    "delta_rule.cpp",
+)
 WITH_TILES = ("attend.cpp", "grouped_tiles.cpp", "multiply.cpp")  # for AMX; the others are as for avx512_bf16
 # division of work, and the C interface
 ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")

@@ -1,7 +1,7 @@
 // Products of rows with weights of 4 or 8 bits: the inner loops, compiled once for each instruction set (-DVARIANT=name).
 //
-// Codes that are integers are multiplied by rows of bfloat16 that are rounded to int8, with a scale for each group. Others
-// are multiplied as float32, or by processors that multiply bfloat16 as that, where it holds the codes' numbers and the rows;
+// Codes that are integers and rows of bfloat16 are multiplied by grouped_bytes.cpp, if the instruction set suits. Others are
+// multiplied as float32, or by processors that multiply bfloat16 as that, where it holds the codes' numbers and the rows;
 // for few rows they are unpacked in registers; for many, a block of a panel is unpacked once for all. Each number of the
 // result is the sum over groups, in ascending order, of a group's scale times the sum over its inputs, in ascending order,
 // whatever the other rows and panels. So a row's bits depend on that row and the weight alone.
@@ -52,52 +52,8 @@ void prepare_codes(const GroupedProduct& p, int row, float* x, float* sums) {
 // What is subtracted for codes that stand for one more. x_sum: of a row's inputs in a group.
 template <class Codes>
 inline Vec first_sum(float x_sum) {
-  return Codes::MIDDLE == 0 || Codes::IN_BYTES ? Vec{} : all(-Codes::MIDDLE * x_sum);
+  return Codes::MIDDLE == 0 ? Vec{} : all(-Codes::MIDDLE * x_sum);
 }
-
-// Adds the products of a row in a group to the row's total. `index`: of the row and group in `input`.
-template <class Codes>
-__attribute__((always_inline)) inline void add_products(const GroupedProduct& p, const GroupedInput& input, int64_t index,
-                                                        const GroupScales& scales, Vec sum, Vec& total) {
-  if constexpr (Codes::IN_BYTES) {
-    const Vec products = __builtin_convertvector((Ints)sum, Vec) * all(input.scales[index]);
-    total = fma(products, scales.scale, total);
-    total = fma(scales.offset, all(input.sums[index]), total);
-  } else {
-    add_group(p, scales, input.sums[index], sum, total);
-  }
-}
-
-#if defined(__AVX2__)
-// Rounds a row to int8, to nearest, ties to even. NaN and infinity become any numbers, but the group's scale is not finite.
-template <class Codes>
-void prepare_bytes(const GroupedProduct& p, int row, float* x, float* sums, float* scales) {
-  const uint16_t* from = (const uint16_t*)((const char*)p.x + row * p.x_row);
-  int8_t* to = (int8_t*)x;
-  for (int group = 0; group < p.groups; group++) {
-    const int begin = first_unit(p, group) * Codes::COUNT, end = end_unit(p, group) * Codes::COUNT;
-    const int last = end < p.inputs ? end : p.inputs;
-    uint16_t most = 0;  // as bits, whose order is that of the numbers
-    for (int i = begin; i < last; i++) {
-      const uint16_t magnitude = from[i] & 0x7fff;
-      most = magnitude > most ? magnitude : most;
-    }
-    const float largest = widened((Bf16)most);
-    const float factor = largest < SMALLEST ? 0 : LARGEST / largest;
-    int32_t sum = 0;
-    for (int i = begin; i < last; i++) {
-      const float shifted = widened((Bf16)from[i]) * factor + 12582912.0f;  // the integer, in the low bits
-      const int8_t number = (int8_t)bits(shifted);
-      to[i] = number;
-      sum += number;
-    }
-    for (int i = last; i < end; i++) to[i] = 0;
-    scales[group] = largest / LARGEST;
-    sums[group] = scales[group] * (float)sum;
-  }
-  Codes::arrange(to, p.units);
-}
-#endif
 
 // One unit of PANELS panels, the numbers in ascending order.
 template <class Codes, int ROWS, int PANELS, size_t... PLACES>
@@ -137,10 +93,9 @@ void block_of_rows(const GroupedProduct& p, const GroupedInput& input, int row, 
                                     sum, std::make_index_sequence<Codes::STEPS>());
 #pragma GCC unroll 12
     for (int i = 0; i < PANELS; i++) {
-      const GroupScales scales(p, panel + i, group, Codes::MIDDLE);
+      const GroupScales scales(p, panel + i, group);
 #pragma GCC unroll 24
-      for (int r = 0; r < ROWS; r++)
-        add_products<Codes>(p, input, (int64_t)(row + r) * p.groups + group, scales, sum[r][i], total[r][i]);
+      for (int r = 0; r < ROWS; r++) add_group(p, scales, sums[r * p.groups + group], sum[r][i], total[r][i]);
     }
   }
 #pragma GCC unroll 12
@@ -151,10 +106,8 @@ void block_of_rows(const GroupedProduct& p, const GroupedInput& input, int row, 
 
 typedef void (*BlockOfRows)(const GroupedProduct&, const GroupedInput&, int, int);
 
-// With integers, totals are in registers too.
-template <class Codes>
 constexpr int panels_of(int rows) {
-  const int panels = (Codes::IN_BYTES ? MOST_SUMS / 2 : MOST_SUMS) / rows;
+  const int panels = MOST_SUMS / rows;
   return panels > 8 ? 8 : panels < 1 ? 1 : panels;
 }
 
@@ -167,7 +120,7 @@ struct Block {
 template <class Codes, int... ROWS>
 struct Blocks {
   static constexpr Block all[] = {
-      {ROWS, panels_of<Codes>(ROWS), block_of_rows<Codes, ROWS, panels_of<Codes>(ROWS)>, block_of_rows<Codes, ROWS, 1>}...};
+      {ROWS, panels_of(ROWS), block_of_rows<Codes, ROWS, panels_of(ROWS)>, block_of_rows<Codes, ROWS, 1>}...};
 };
 template <class Codes>
 struct AllBlocks : Blocks<Codes, 1, 2, 3, 4, 6, 8, 12> {};
@@ -178,16 +131,6 @@ const Block& largest_block(int rows) {
   for (const Block& block : AllBlocks<Codes>::all)
     if (block.rows <= rows) found = &block;
   return *found;
-}
-
-// Many rows and one panel, which stays in the cache. Bytes are unpacked in less time than it takes to store them.
-template <class Codes>
-void panel_by_blocks(const GroupedProduct& p, const GroupedInput& input, int panel) {
-  for (int row = 0; row < p.rows;) {
-    const Block& block = largest_block<Codes>(p.rows - row);
-    block.one(p, input, row, panel);
-    row += block.rows;
-  }
 }
 
 // A part of a panel, unpacked for many rows: whole groups, or a piece of one that is larger than a block.
@@ -300,13 +243,7 @@ void panel_of_many_rows(const GroupedProduct& p, const GroupedInput& input, int 
 template <class Codes>
 void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int first, int last) {
   if (p.rows > FEW_ROWS) {
-    for (int panel = first; panel < last; panel++) {
-      if constexpr (Codes::IN_BYTES) {
-        panel_by_blocks<Codes>(p, input, panel);
-      } else {
-        panel_of_many_rows<Codes>(p, input, panel);
-      }
-    }
+    for (int panel = first; panel < last; panel++) panel_of_many_rows<Codes>(p, input, panel);
     return;
   }
   for (int row = 0; row < p.rows;) {
@@ -318,16 +255,12 @@ void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int fir
   }
 }
 
-void prepare(const GroupedProduct& p, int row, float* x, float* sums, [[maybe_unused]] float* scales) {
+void prepare(const GroupedProduct& p, int row, const GroupedInput& input) {
 #if defined(__AVX2__)
-  if (takes_bytes(p)) {
-    if (p.coding == FOUR_BITS) prepare_bytes<FourBitBytes>(p, row, x, sums, scales);
-#if defined(__AVX512VNNI__)
-    if (p.coding == EIGHT_BITS) prepare_bytes<EightBitBytes>(p, row, x, sums, scales);
+  if (takes_bytes(p)) return JOIN(prepare_bytes, VARIANT)(p, row, input);
 #endif
-    return;
-  }
-#endif
+  float* const x = input.x + row * input.x_row;
+  float* const sums = input.sums + (int64_t)row * p.groups;
 #if defined(__AVX512BF16__)
   if (takes_pairs(p)) {
     if (p.coding == TABLE) prepare_pairs<IndexPairs>(p, row, x, sums);
@@ -343,13 +276,7 @@ void prepare(const GroupedProduct& p, int row, float* x, float* sums, [[maybe_un
 
 void panels(const GroupedProduct& p, const GroupedInput& input, int first, int last) {
 #if defined(__AVX2__)
-  if (takes_bytes(p)) {
-    if (p.coding == FOUR_BITS) panels_of_codes<FourBitBytes>(p, input, first, last);
-#if defined(__AVX512VNNI__)
-    if (p.coding == EIGHT_BITS) panels_of_codes<EightBitBytes>(p, input, first, last);
-#endif
-    return;
-  }
+  if (takes_bytes(p)) return JOIN(panels_of_bytes, VARIANT)(p, input, first, last);
 #endif
 #if defined(__AVX512BF16__)
   if (takes_pairs(p)) {

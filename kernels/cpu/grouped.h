@@ -39,10 +39,11 @@ struct GroupedProduct {
 
 // Rows of x as the inner loops want them.
 struct GroupedInput {
-  const float* x;  // (rows, whole units of inputs)
-  int64_t x_row;   // numbers from one row to the next
-  const float* sums;    // (rows, groups), of the inputs: what is to be subtracted for codes that stand for one more
-  const float* scales;  // (rows, groups), of inputs in int8
+  float* x;       // (rows, whole units of inputs)
+  int64_t x_row;  // numbers from one row to the next
+  float* sums;    // (rows, groups), of the inputs: what is to be subtracted for codes that stand for one more; for inputs in
+                  // int8 (groups, rows)
+  float* scales;  // (groups, rows), of inputs in int8
 };
 
 // Of one instruction set.
@@ -50,10 +51,16 @@ struct GroupedMultiply {
   int columns;    // columns of a panel
   // Row `row` of x: widened and scaled by what the place of a code in its unit multiplies it with, in pairs of bfloat16, or
   // rounded to int8 with a scale for each group; and its groups' sums where they are needed.
-  void (*prepare)(const GroupedProduct&, int row, float* x, float* sums, float* scales);
+  void (*prepare)(const GroupedProduct&, int row, const GroupedInput&);
   // Panels first .. last - 1 of all rows.
   void (*panels)(const GroupedProduct&, const GroupedInput&, int first, int last);
 };
+
+// The same two for rows in int8 (grouped_bytes.cpp).
+typedef void PrepareBytes(const GroupedProduct&, int, const GroupedInput&);
+typedef void PanelsOfBytes(const GroupedProduct&, const GroupedInput&, int, int);
+extern PrepareBytes prepare_bytes_avx2, prepare_bytes_avx512, prepare_bytes_avx512_bf16;
+extern PanelsOfBytes panels_of_bytes_avx2, panels_of_bytes_avx512, panels_of_bytes_avx512_bf16;
 
 // Those that are compiled.
 extern const GroupedMultiply grouped_baseline, grouped_avx2, grouped_avx512, grouped_avx512_bf16, grouped_amx;

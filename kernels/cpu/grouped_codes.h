@@ -56,7 +56,6 @@ inline Vec whole_as_floats(Units x) { return __builtin_convertvector((Ints)x, Ve
 
 // Codes whose numbers are multiplied one by one, as float32.
 struct OneByOne {
-  static constexpr bool IN_BYTES = false;
   static Vec multiply(Vec weight, const float* x, Vec sum) { return fma(weight, all(*x), sum); }
 };
 
@@ -128,70 +127,10 @@ struct Float8s : OneByOne {
   static float scale(int) { return 1.0f; }
 };
 
-#if defined(__AVX2__)
-// Codes that are numbers, multiplied four at a time by rows of int8. Sums are integers, as the bits of their lanes.
-struct FourAtOnce {
-  static constexpr bool IN_BYTES = true;
-  static Vec multiply(Vec weight, const float* x, Vec sum) {
-    int32_t four;
-    memcpy(&four, x, 4);
-#if defined(__AVX512VNNI__)
-    return (Vec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weight, _mm512_set1_epi32(four));
-#elif defined(__AVX512F__)
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)weight, _mm512_set1_epi32(four));
-    return (Vec)((Ints)sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-#else
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)weight, _mm256_set1_epi32(four));
-    return (Vec)((Ints)sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-#endif
-  }
-};
-
-// Of each unit, the codes with even places come first.
-struct FourBitBytes : FourAtOnce {
-  static constexpr int COUNT = 8, STEPS = 2;
-  static constexpr float MIDDLE = 8;
-  struct Unit {
-    Units value;
-    Unit(const GroupedProduct&, const uint32_t* from) : value(load<Units>(from)) {}
-    template <int PLACE>
-    Vec number() const {
-      return (Vec)(value >> (4 * PLACE) & all(0x0f0f0f0fu));
-    }
-  };
-  // Brings a row's numbers into the order of the codes; what follows them may change.
-  static void arrange(int8_t* numbers, int units) {
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-    for (int unit = 0; unit < units; unit += 2) {
-      __m128i* const two = (__m128i*)(numbers + unit * COUNT);
-      _mm_storeu_si128(two, _mm_shuffle_epi8(_mm_loadu_si128(two), order));
-    }
-  }
-};
-
-#if defined(__AVX512VNNI__)
-// Only where pairs of products do not have to fit into 16 bits.
-struct EightBitBytes : FourAtOnce {
-  static constexpr int COUNT = 4, STEPS = 1;
-  static constexpr float MIDDLE = 128;
-  struct Unit {
-    Units value;
-    Unit(const GroupedProduct&, const uint32_t* from) : value(load<Units>(from)) {}
-    template <int PLACE>
-    Vec number() const {
-      return (Vec)value;
-    }
-  };
-  static void arrange(int8_t*, int) {}
-};
-#endif
-#endif
-
 #if defined(__AVX512BF16__)
 // Codes whose numbers bfloat16 holds exactly, multiplied in pairs by rows of bfloat16. A pair is that of two codes half a
 // unit apart, which are in the two halves of the same lane.
 struct InPairs {
-  static constexpr bool IN_BYTES = false;
   static constexpr float MIDDLE = 0;
   static Vec multiply(Vec weight, const float* x, Vec sum) {
     uint32_t pair;

@@ -22,18 +22,18 @@ constexpr int PANELS = 8;           // that the inner loops like to take at once
 
 thread_local Workspace input_space;
 
-// All rows of x in the format of the inner loops.
-GroupedInput prepared(const GroupedProduct& p, const GroupedMultiply& variant, int threads) {
-  const int64_t numbers = (int64_t)p.units * (p.coding == EIGHT_BITS || p.coding == FLOAT8 ? 4 : 8);
-  const int64_t x_row = (numbers + LINE - 1) / LINE * LINE + LINE;  // not a power of 2, so that rows do not share sets
+int64_t numbers_of(const GroupedProduct& p) {
+  return (int64_t)p.units * (p.coding == EIGHT_BITS || p.coding == FLOAT8 ? 4 : 8);
+}
+
+int64_t rows_at_once(const GroupedProduct& p) { return numbers_of(p) < MUCH ? MUCH / numbers_of(p) : 1; }
+
+// Memory for all rows of x in the format of the inner loops.
+GroupedInput allocated(const GroupedProduct& p) {
+  const int64_t x_row = (numbers_of(p) + LINE - 1) / LINE * LINE + LINE;  // not a power of 2: rows do not share sets
   float* x = (float*)input_space.at_least(4 * (x_row + 2 * p.groups) * p.rows);
   float* sums = x + x_row * p.rows;
-  float* scales = sums + (int64_t)p.groups * p.rows;
-  parallel(p.rows, numbers < MUCH ? MUCH / numbers : 1, threads, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++)
-      variant.prepare(p, (int)row, x + row * x_row, sums + row * p.groups, scales + row * p.groups);
-  });
-  return {x, x_row, sums, scales};
+  return {x, x_row, sums, sums + (int64_t)p.groups * p.rows};
 }
 
 int panels_of(const GroupedProduct& p, const GroupedMultiply& variant) {
@@ -48,7 +48,10 @@ int64_t panels_at_once(const GroupedProduct& p, const GroupedMultiply& variant) 
 }
 
 void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threads) {
-  const GroupedInput input = prepared(p, variant, threads);
+  const GroupedInput input = allocated(p);
+  parallel(p.rows, rows_at_once(p), threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) variant.prepare(p, (int)row, input);
+  });
   parallel(panels_of(p, variant), panels_at_once(p, variant), threads,
            [&](int64_t first, int64_t last) { variant.panels(p, input, (int)first, (int)last); });
 }
@@ -57,6 +60,7 @@ void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threa
 struct GroupedPiece {
   GroupedProduct product;
   GroupedInput input;
+  int64_t first_row;
 };
 
 // Eight codes of 4 bits, a byte each, in 32 bits, the first in the lowest.
@@ -125,22 +129,33 @@ EXPORT void serve_llm_grouped_linear(const GroupedProduct* product, int variant,
 EXPORT void serve_llm_grouped_linear_batch(const GroupedProduct* all, const GroupedProduct* layers, const int64_t* ends,
                                            int count, int variant, int threads) {
   const GroupedMultiply& loops = *VARIANTS[variant];
-  const GroupedInput input = prepared(*all, loops, threads);
+  const GroupedInput input = allocated(*all);
   std::vector<GroupedPiece> pieces;
+  std::vector<int> piece_of;  // of each row
   int64_t row = 0;
   for (int layer = 0; layer < count; layer++)
     while (row < ends[layer]) {
       GroupedPiece piece = {layers[layer],
-                     {input.x + row * input.x_row, input.x_row, input.sums + row * all->groups,
-                      input.scales + row * all->groups}};
+                            {input.x + row * input.x_row, input.x_row, input.sums + row * all->groups,
+                             input.scales + row * all->groups},
+                            row};
       GroupedProduct& p = piece.product;
       p.rows = ends[layer] - row < MOST_GROUPED_ROWS ? (int)(ends[layer] - row) : MOST_GROUPED_ROWS;
+      p.x = (const char*)all->x + row * all->x_row;
+      p.x_row = all->x_row;
       p.x_bf16 = all->x_bf16;
       p.y = (char*)all->y + row * all->y_row * (all->y_bf16 ? 2 : 4);
       p.y_bf16 = all->y_bf16;
       row += p.rows;
+      piece_of.resize(row, (int)pieces.size());
       pieces.push_back(piece);
     }
+  parallel(row, rows_at_once(*all), threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const GroupedPiece& piece = pieces[piece_of[i]];
+      loops.prepare(piece.product, (int)(i - piece.first_row), piece.input);
+    }
+  });
   const int panels = panels_of(*all, loops);
   const int64_t at_once = panels_at_once(*all, loops), chunks = (panels + at_once - 1) / at_once;
   parallel(pieces.size() * chunks, 1, threads, [&](int64_t first, int64_t last) {

@@ -54,9 +54,6 @@ inline void unpack_unit(Vec* to, const Unit& unit, std::index_sequence<PLACES...
 }
 
 #if defined(__AVX2__)
-constexpr float LARGEST = 127;       // number of a row in int8
-constexpr float SMALLEST = 1e-30f;  // a group whose largest magnitude is less becomes zeros; keeps its reciprocal finite
-
 // Whether codes are multiplied as integers.
 inline bool takes_bytes(const GroupedProduct& p) {
 #if defined(__AVX512VNNI__)

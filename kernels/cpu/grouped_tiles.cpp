@@ -147,8 +147,10 @@ void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int fir
   _tile_release();
 }
 
-void prepare(const GroupedProduct& p, int row, float* x, float* sums, float* scales) {
-  if (!takes_pairs(p)) return grouped_avx512_bf16.prepare(p, row, x, sums, scales);
+void prepare(const GroupedProduct& p, int row, const GroupedInput& input) {
+  if (!takes_pairs(p)) return grouped_avx512_bf16.prepare(p, row, input);
+  float* const x = input.x + row * input.x_row;
+  float* const sums = input.sums + (int64_t)row * p.groups;
   if (p.coding == FOUR_BITS) prepare_pairs<NumberPairs>(p, row, x, sums);
   if (p.coding == TABLE) prepare_pairs<IndexPairs>(p, row, x, sums);
   if (p.coding == FLOAT8) prepare_pairs<Float8Pairs>(p, row, x, sums);
