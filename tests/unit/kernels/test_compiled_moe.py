@@ -43,10 +43,19 @@ def pack_int4(packer: GroupedPacker, weight: Tensor, bias: Tensor | None, order:
     return packer.pack(GroupedWeight(codes, 4, scales, GROUP, order=order), bias)
 
 
+def pack_table(packer: GroupedPacker, weight: Tensor, bias: Tensor | None) -> Linear:
+    scales = weight.float().unflatten(1, (-1, GROUP)).abs().amax(2) / 8
+    codes = torch.arange(weight.numel()).view(weight.shape).remainder(16).to(torch.uint8)
+    return packer.pack(GroupedWeight(codes, 4, scales, GROUP, table=torch.arange(-8.0, 8.0)), bias)
+
+
 def find_pack(found: library.Library, kind: str) -> Callable[[Tensor, Tensor | None], Linear]:
     if kind == "int4":
         grouped = GroupedPacker(found)
         return lambda weight, bias: pack_int4(grouped, weight, bias)
+    if kind == "table":
+        grouped = GroupedPacker(found)
+        return lambda weight, bias: pack_table(grouped, weight, bias)
     packer = Packer(found)
     if kind == "int8":
         return lambda weight, bias: pack_int8(packer, weight, bias)
@@ -63,7 +72,7 @@ def pack_both(case: Case, own: range, pack: Callable[..., Linear]) -> tuple[moe.
 
 @pytest.mark.parametrize("own", [range(EXPERTS), range(2, 5), range(6, 7)])
 @pytest.mark.parametrize("tokens", [0, 1, 9, 300])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "table"])
 def test_bits_of_one_expert_after_another(found: library.Library, kind: str, tokens: int, own: range) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     case = make_case(tokens, EXPERTS, 3, WIDTH, INNER, dtype, bias=True)
