@@ -82,7 +82,8 @@ def mtp(here: common.Place, folder: Path) -> None:
 
 def grammars(here: common.Place, folder: Path) -> None:
     grammar = compile_grammar(json=SCHEMA)
-    requests = [constrained(number, grammar, temperature=(0.0, 1.5)[number % 2]) for number in range(8)]
+    numbers = range(here.sized(8, 2))
+    requests = [constrained(number, grammar, temperature=(0.0, 1.5)[number % 2]) for number in numbers]
     options = {"dtype": "float32", "max_model_len": 512}
     found = generate(make_engine(demo(), device=here.device, **options), requests)
     texts = [text_of([token for token in result.token_ids if token != EOS]) for result in found.values()]
