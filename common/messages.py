@@ -1,7 +1,7 @@
 """Messages between the server and an engine process: msgspec structs in msgpack, one ZeroMQ frame each.
 
 The server sends Start once, then Submit, Abort and Shutdown. The engine answers Start with EngineReady or Failed, then
-sends one StepOutputs per step for all its requests, and Failed if it stops for a reason that it can name.
+sends one EngineCoreOutputs per step for all its requests, and Failed if it stops for a reason that it can name.
 
 `Failed` also reports the failure of a worker to its engine and of a node to node 0 (`engine.distributed`).
 """
@@ -12,7 +12,7 @@ import msgspec
 
 from serve_llm.common.errors import BY_NAME, EngineError, ServeError
 from serve_llm.common.options.engine_schema import EngineOptions
-from serve_llm.common.types import LoRATarget, ModelInfo, Output, Request, Stats
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, LoRATarget, ModelInfo, SchedulerStats
 
 
 class RayCluster(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    requests: list[Request]
+    requests: list[EngineCoreRequest]
 
 
 class MalformedRequest(msgspec.Struct, frozen=True):
@@ -76,9 +76,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return default(f"{prefix}{self.kind}: {self.message}")
 
 
-class StepOutputs(msgspec.Struct, tag=True):
-    outputs: list[Output]
-    stats: Stats
+class EngineCoreOutputs(msgspec.Struct, tag=True):
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats
 
 
 class AdapterCheck(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class AdapterVerdict(msgspec.Struct, frozen=True):
 
 
 ToEngine = Start | Submit | Abort | Shutdown
-FromEngine = EngineReady | Failed | StepOutputs
+FromEngine = EngineReady | Failed | EngineCoreOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -127,7 +127,7 @@ def read_to_engine(frame: bytes) -> list[ToEngine | MalformedRequest]:
     malformed = []
     for one in encoded:
         try:
-            requests.append(msgspec.msgpack.decode(one, type=Request))
+            requests.append(msgspec.msgpack.decode(one, type=EngineCoreRequest))
         except msgspec.ValidationError as error:
             malformed.append(MalformedRequest(msgspec.msgpack.decode(one, type=_RequestId).id, str(error)))
     return [Submit(requests), *malformed]

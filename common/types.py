@@ -117,7 +117,7 @@ class LoRATarget(msgspec.Struct, frozen=True):
     members: int = 1  # experts whose weights "experts" stands for, those of one linear layer; PEFT names a parameter
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to continue. An HTTP request with n choices becomes n of these, with `sampling.choice` 0..n-1."""
 
     id: int  # chosen by the server, unique among its open requests
@@ -142,7 +142,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The result of one step for one request."""
 
     id: int
@@ -216,7 +216,7 @@ class EPLBStats(msgspec.Struct, array_like=True, frozen=True):
         return msgspec.structs.replace(self, mean_rows=0.0, busiest_rows=0.0, busiest_rows_after=0.0)
 
 
-class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     """Statistics of the engine after a step. Gauges are current; counters are totals since the engine started."""
 
     num_running: int = 0

@@ -25,7 +25,7 @@ DEFAULT_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True)
-class CacheRow:
+class KVCacheFormat:
     """How the KV cache stores one head's key or value of one token."""
 
     element_bytes: int
@@ -124,10 +124,10 @@ class Config:
         return 0 if self.eplb is None else self.eplb.num_redundant_experts
 
     @property
-    def cache_row(self) -> CacheRow:
+    def cache_row(self) -> KVCacheFormat:
         if self.kv_cache_dtype == "int8":
-            return CacheRow(1, scale_bytes=4)
-        return CacheRow(1 if self.kv_cache_dtype == "fp8" else self.element_bytes)
+            return KVCacheFormat(1, scale_bytes=4)
+        return KVCacheFormat(1 if self.kv_cache_dtype == "fp8" else self.element_bytes)
 
     @property
     def types(self) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from serve_llm.common.messages import Abort, MalformedRequest, Shutdown, StepOutputs, Submit, ToEngine
+from serve_llm.common.messages import Abort, EngineCoreOutputs, MalformedRequest, Shutdown, Submit, ToEngine
 from serve_llm.common.options.speculative import SpeculativeConfig
-from serve_llm.common.types import EPLBStats, FinishReason, Output, Request, Stats
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, EPLBStats, FinishReason, SchedulerStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult
 from serve_llm.engine.kv_events import KVEventPublisher
@@ -25,7 +25,7 @@ from serve_llm.engine.scheduler.policy import CPU_STEP_SECONDS, TokenBudget
 from serve_llm.engine.scheduler.prompt_lookup import PromptLookup
 from serve_llm.engine.scheduler.recent_texts import RecentTextGroups
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.speculation import BatchDraftSource, ModelSpeculator, Speculator, TextSpeculator
+from serve_llm.engine.scheduler.speculation import BatchDraftProposer, ModelSpeculator, Speculator, TextSpeculator
 from serve_llm.engine.structured_output.builder import MatcherBuilder
 from serve_llm.engine.structured_output.manager import StructuredOutputManager
 from serve_llm.engine.worker.freed_memory import return_freed_memory
@@ -46,7 +46,7 @@ class ServerChannel(Protocol):
     def receive(self, seconds: float | None) -> list[ToEngine | MalformedRequest]:
         """Return all messages that have arrived. If there are none, wait up to `seconds` for one (None: forever)."""
 
-    def send(self, step: StepOutputs) -> None: ...
+    def send(self, step: EngineCoreOutputs) -> None: ...
 
 
 class _StepInFlight(NamedTuple):
@@ -66,7 +66,7 @@ class EngineCore:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         report_in_flight: Callable[[Sequence[int]], None] = lambda request_ids: None,
-        draft_model: BatchDraftSource | None = None,
+        draft_model: BatchDraftProposer | None = None,
         matchers: MatcherBuilder | None = None,
     ) -> None:
         """report_in_flight: called with the ids of the requests being computed, before and after each step, and with
@@ -102,7 +102,7 @@ class EngineCore:
         self._others_until = 0.0  # clock time until which steps of batches are short
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_steps = 0
-        self._finished_on_arrival: list[Output] = []
+        self._finished_on_arrival: list[EngineCoreOutput] = []
         self._to_capture = _find_sizes_to_capture(config)
         self._adapters = AdapterChecker()
         self._checking: PendingRequests[str] = PendingRequests(lambda future: future.result())
@@ -137,7 +137,7 @@ class EngineCore:
             or self._executor.must_step()
         )
 
-    def add_requests(self, requests: Sequence[Request]) -> None:
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         # If a request crashes this process, the server must know the suspects.
         self._report_in_flight([*self.scheduler.in_flight, *(request.id for request in requests)])
         for request in requests:
@@ -150,15 +150,15 @@ class EngineCore:
     def refuse_request(self, request: MalformedRequest) -> None:
         logger.error("request %d is malformed: %s", request.id, request.error)
         error = f"the engine cannot read this request: {request.error}"
-        self._finished_on_arrival.append(Output(request.id, [], FinishReason.ERROR, error=error))
+        self._finished_on_arrival.append(EngineCoreOutput(request.id, [], FinishReason.ERROR, error=error))
 
-    def _add_request(self, request: Request) -> None:
+    def _add_request(self, request: EngineCoreRequest) -> None:
         if request.sampling.is_constrained:
             self.grammars.begin(request)
         else:
             self._schedule_request(request)
 
-    def _schedule_request(self, request: Request) -> None:
+    def _schedule_request(self, request: EngineCoreRequest) -> None:
         output = self.scheduler.add(request, self._clock())
         if output is not None:
             self._finished_on_arrival.append(output)
@@ -168,7 +168,7 @@ class EngineCore:
         """Whether no request can be computed."""
         return not self.scheduler.has_work and not self._in_flight and not self._executor.must_step()
 
-    def _take_ready(self, pending: PendingRequests[Any], go_on: Callable[[Request], None]) -> None:
+    def _take_ready(self, pending: PendingRequests[Any], go_on: Callable[[EngineCoreRequest], None]) -> None:
         """Continue with the requests that have become ready since the last step."""
         if not pending:
             return
@@ -183,7 +183,7 @@ class EngineCore:
             self.grammars.end(request_id)
             self.scheduler.abort(request_id)
 
-    def step(self) -> StepOutputs:
+    def step(self) -> EngineCoreOutputs:
         """Start steps until `executor.depth` are in flight, then finish the oldest one."""
         self._take_ready(self._checking, self._add_request)
         self._take_ready(self.grammars.compiling, self._schedule_request)
@@ -202,7 +202,7 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self.grammars.end(output.id)
-        return StepOutputs(outputs, self._read_stats(num_tokens))
+        return EngineCoreOutputs(outputs, self._read_stats(num_tokens))
 
     def _start_step(self) -> bool:
         """Schedule a step and start it. Returns False if there is nothing to compute now."""
@@ -237,7 +237,7 @@ class EngineCore:
         elif self._offload is not None:
             self._offload.wait_for_reads(WAIT_SECONDS)
 
-    def _finish_step(self, step: _StepInFlight) -> list[Output]:
+    def _finish_step(self, step: _StepInFlight) -> list[EngineCoreOutput]:
         """Wait for the result of a step and update the scheduler."""
         scheduler_output = step.scheduler_output
         results = step.result.result()
@@ -260,7 +260,7 @@ class EngineCore:
         self._num_steps += 1
         return outputs
 
-    def _read_stats(self, step_tokens: int) -> Stats:
+    def _read_stats(self, step_tokens: int) -> SchedulerStats:
         stats = self.scheduler.stats()
         stats.num_steps = self._num_steps
         stats.step_tokens = step_tokens
@@ -289,7 +289,7 @@ def _find_sizes_to_capture(config: Config) -> deque[int]:
 
 
 def _build_speculator(
-    config: SpeculativeConfig | None, draft_model: BatchDraftSource | None, clock: Callable[[], float]
+    config: SpeculativeConfig | None, draft_model: BatchDraftProposer | None, clock: Callable[[], float]
 ) -> Speculator | None:
     if config is None:
         return None

@@ -27,7 +27,7 @@ from serve_llm.common.types import LoRATarget, ModelInfo
 from serve_llm.engine.config import Config, check_options, resolve
 from serve_llm.engine.devices import VISIBLE_DEVICES, claim_gpus, list_gpus
 from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
-from serve_llm.engine.distributed.executor import Executor, SyncedExecutor, Workers
+from serve_llm.engine.distributed.executor import DPSyncExecutor, Executor, ExecutorBuilder
 from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
 from serve_llm.engine.distributed.mp import connect_workers, launch_workers
 from serve_llm.engine.distributed.start import find_group_address, start_workers
@@ -42,17 +42,17 @@ from serve_llm.engine.gpu_software import explain_unusable_gpus, find_missing_co
 from serve_llm.engine.model.config import describe_ignored_keys
 from serve_llm.engine.model.lora_targets import find_served_targets
 from serve_llm.engine.model.pooling import find_pooling_task, find_token_vector_size, find_vector_size, resolve_pooling
-from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.shard import describe_split
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.transformers_spec import TransformersSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.stored_quantization import NOT_NEEDED, accept_stored_format, find_stored_format
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
-from serve_llm.engine.worker.cpu_threads import announce
+from serve_llm.engine.worker.cpu_threads import log_threads
 
 if TYPE_CHECKING:
     from serve_llm.engine.draft_model.draft_model import DraftModel
@@ -148,7 +148,7 @@ def _claim_gpus(start: Start) -> None:
 
 
 def _build_model_info(
-    config: Config, spec: ModelSpec | PretrainedSpec, executor: Executor, lora_targets: dict[str, LoRATarget]
+    config: Config, spec: ModelSpec | TransformersSpec, executor: Executor, lora_targets: dict[str, LoRATarget]
 ) -> ModelInfo:
     layout = executor.layout
     return ModelInfo(
@@ -179,7 +179,7 @@ def _build_model_info(
 
 def read_spec(
     options: EngineOptions, directory: str, raw: dict[str, object]
-) -> tuple[ModelSpec | PretrainedSpec, WeightMap | None]:
+) -> tuple[ModelSpec | TransformersSpec, WeightMap | None]:
     """Read the model's architecture and check that the options fit it. raw: config.json.
 
     The weight map is None for models in transformers' own code. Raises ModelError and OptionError.
@@ -187,9 +187,9 @@ def read_spec(
     if options.allow_unknown_config:
         logger.warning("%s", describe_ignored_keys(options.allow_unknown_config))
     if options.model_impl == "transformers":
-        from serve_llm.engine.hf_backend.load import read_pretrained  # takes seconds
+        from serve_llm.engine.hf_backend.load import read_transformers_spec  # takes seconds
 
-        pretrained = read_pretrained(Path(directory), options.max_model_len)
+        pretrained = read_transformers_spec(Path(directory), options.max_model_len)
         check_options(options, pretrained.max_position, len(pretrained.layers), has_experts=False)
         return pretrained, None
     spec, weights = read_model(raw, options.allow_unknown_config)
@@ -207,10 +207,10 @@ def resolve_config(
     options: EngineOptions,
     directory: str,
     raw: dict[str, object],
-    spec: ModelSpec | PretrainedSpec,
+    spec: ModelSpec | TransformersSpec,
     choice: ExecutorChoice | None = None,
     engine: int = 0,
-) -> tuple[Config, ModelSpec | PretrainedSpec]:
+) -> tuple[Config, ModelSpec | TransformersSpec]:
     """Resolve everything that does not depend on the weights. Returns the spec as it will be served.
 
     choice: the executor; None to choose here. engine: index of the data-parallel engine. Raises OptionError,
@@ -247,7 +247,7 @@ def resolve_config(
         config.device,
         config.max_model_len,
     )
-    if isinstance(spec, PretrainedSpec):
+    if isinstance(spec, TransformersSpec):
         logger.warning(SLOW, spec.architecture)
     elif spec.has_states:
         logger.info("%s", STATES if config.enforce_eager else f"{STATES}; {NO_GRAPHS}")
@@ -329,7 +329,7 @@ def _choose_device(asked: str) -> str:
 
 def build_executor(
     config: Config,
-    spec: ModelSpec | PretrainedSpec,
+    spec: ModelSpec | TransformersSpec,
     weights: WeightMap | None,
     raw: dict[str, object],
     worker_group: WorkerGroup | None = None,
@@ -337,7 +337,7 @@ def build_executor(
 ) -> Executor:
     """Load the model on all ranks and allocate the KV cache.
 
-    weights: None for a PretrainedSpec. raw: config.json. worker_group: started workers, which end with the
+    weights: None for a TransformersSpec. raw: config.json. worker_group: started workers, which end with the
     executor; None to start them here if needed. expert_groups: with the engines that share the experts. Raises the
     error of a rank that fails, and CapacityError if the cache is too small for one request.
     """
@@ -354,11 +354,11 @@ def build_executor(
             redundant_experts=config.redundant_experts,
         ):
             logger.info("%s", line)
-    workers: Workers
+    workers: ExecutorBuilder
     if config.executor_backend == "inprocess":
-        from serve_llm.engine.distributed.inprocess import LocalWorker
+        from serve_llm.engine.distributed.inprocess import InProcessExecutorBuilder
 
-        workers = LocalWorker(config, spec, weights, expert_groups)
+        workers = InProcessExecutorBuilder(config, spec, weights, expert_groups)
     else:
         assert isinstance(spec, ModelSpec), "transformers' own code runs in one process"
         assert worker_group is not None or config.executor_backend == "mp", "start_workers starts workers on Ray"
@@ -368,7 +368,7 @@ def build_executor(
     try:
         loaded = workers.load()
         if config.device == "cpu":
-            announce([rank.threads for rank in loaded])
+            log_threads([rank.threads for rank in loaded])
         num_slots = min(rank.num_slots for rank in loaded)
         ready = workers.allocate_cache(min(rank.num_blocks for rank in loaded), num_slots)
         layouts = [rank.layout for rank in ready]
@@ -383,4 +383,4 @@ def build_executor(
     executor = workers.build_executor(layout)
     executor.hosts = [rank.host for rank in loaded]
     executor.host_memory = [rank.host_memory for rank in ready if rank.host_memory is not None]
-    return executor if expert_groups is None else SyncedExecutor(executor, expert_groups.sync)
+    return executor if expert_groups is None else DPSyncExecutor(executor, expert_groups.sync)

@@ -18,7 +18,7 @@ from torch import Tensor
 from serve_llm.kernels import registry
 from serve_llm.kernels.delta_rule import DeltaRule
 from serve_llm.kernels.huge_pages import use_huge_pages
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from serve_llm.kernels.timing import Timing, median_us, report, sampling_times
 
 CPU = torch.device("cpu")
@@ -59,10 +59,10 @@ def grouped_times() -> dict[str, Timing]:
         few = codes & 0xF
         no_nan = codes & 0xBF
         weights = {
-            "int4 in groups of 128": GroupedWeight(few, 4, scales(128, torch.float16).float(), 128),
-            "MXFP4": GroupedWeight(few, 4, scales(32, torch.float8_e8m0fnu), 32, table=table),
-            "NVFP4": GroupedWeight(few, 4, scales(16, torch.float8_e4m3fn), 16, table=table, divisors=divisors),
-            "fp8 in groups of 128": GroupedWeight(no_nan, 8, scales(128, torch.float32), 128, is_float8=True),
+            "int4 in groups of 128": GroupQuantWeight(few, 4, scales(128, torch.float16).float(), 128),
+            "MXFP4": GroupQuantWeight(few, 4, scales(32, torch.float8_e8m0fnu), 32, table=table),
+            "NVFP4": GroupQuantWeight(few, 4, scales(16, torch.float8_e4m3fn), 16, table=table, divisors=divisors),
+            "fp8 in groups of 128": GroupQuantWeight(no_nan, 8, scales(128, torch.float32), 128, is_float8=True),
         }
         for name, weight in weights.items():
             layer = pack_grouped(weight, None, torch.bfloat16)

@@ -40,7 +40,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class FixedRows:
+class PaddedLinear:
     """Calls a layer with exactly `rows` rows at a time, the last of them padded with zeros."""
 
     layer: Layer
@@ -53,7 +53,7 @@ class FixedRows:
         return torch.cat(results)[: len(x)]
 
 
-class Guard:
+class BatchInvarianceChecker:
     """Tries each kind of layer once. One guard serves one model."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Guard:
         if key not in self._fixed:
             self._fixed[key] = _find_fixed_rows(layer, kind, batch_size)
         rows = self._fixed[key]
-        return layer if rows is None else FixedRows(layer, rows)
+        return layer if rows is None else PaddedLinear(layer, rows)
 
 
 def _find_fixed_rows(layer: Layer, kind: LayerKind, batch_size: int | None) -> int | None:
@@ -81,7 +81,7 @@ def _find_fixed_rows(layer: Layer, kind: LayerKind, batch_size: int | None) -> i
     if not differing:
         return None
     for rows in FIXED_ROWS:
-        if not differing_sizes(FixedRows(layer, rows), kind, max(batch_size, 2 * rows)):
+        if not differing_sizes(PaddedLinear(layer, rows), kind, max(batch_size, 2 * rows)):
             break
     logger.warning(
         "Linear layers of %s give a row different bits in batches of %d and %d rows, so they are computed %s, "

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.kernels.invariance import Guard, LayerKind
+from serve_llm.kernels.invariance import BatchInvarianceChecker, LayerKind
 
 MOST_ROWS = 256  # per call; arithmetic then bounds the product, so reading weights again is free
 FEWEST_ROWS = 16
@@ -38,7 +38,11 @@ class Linear(Protocol):
 
 
 def pack(
-    weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = (), *, guard: Guard | None = None
+    weight: Tensor,
+    bias: Tensor | None = None,
+    beside: Sequence[Tensor] = (),
+    *,
+    guard: BatchInvarianceChecker | None = None,
 ) -> Linear:
     """Build the layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; on their final device.
 
@@ -49,7 +53,7 @@ def pack(
     """
     weight = torch.cat((weight, *beside)) if beside else weight.contiguous()
     if weight.numel() == 0 or weight.device.type != "cpu":
-        return Functional(weight, bias)
+        return TorchLinear(weight, bias)
     # Limits the time of the test. Only large layers are tested with few rows, which are enough for them.
     most_rows = few_sizes(min(max(TRIAL_COST // weight.numel(), FEWEST_ROWS), MOST_ROWS))
     if _onednn_works(weight.dtype):
@@ -57,10 +61,10 @@ def pack(
         layer = _FewSizes(_OneDNNLinear(packed, bias), most_rows, multiple=1)
         route = "oneDNN"
     else:
-        layer = _FewSizes(Functional(weight, bias), most_rows, multiple=16)
+        layer = _FewSizes(TorchLinear(weight, bias), most_rows, multiple=16)
         route = "torch"
     kind = LayerKind(route, weight.shape[0], weight.shape[1], weight.dtype)
-    return (guard or Guard()).make_invariant(layer, kind, most_rows)
+    return (guard or BatchInvarianceChecker()).make_invariant(layer, kind, most_rows)
 
 
 def pack_heads(weight: Tensor, *, pack: Callable[[Tensor], Linear] = pack) -> Linear:
@@ -92,7 +96,7 @@ class _OneDNNLinear:
 
 
 @dataclass(frozen=True)
-class Functional:
+class TorchLinear:
     """The unchanged weight: (outputs, inputs)."""
 
     weight: Tensor

@@ -22,7 +22,7 @@ ROWWISE = ("codes", "scales", "zeros", "minimums", "divisors")  # tensors of a w
 
 
 @dataclass(frozen=True)
-class GroupedWeight:
+class GroupQuantWeight:
     """A matrix (outputs, inputs) of codes, of which `group_size` neighbouring inputs share a scale.
 
     weight[n, k] = (value[n, k] - zeros[n, g]) * scales[n, g] / divisors[n] - minimums[n, g], where
@@ -47,18 +47,18 @@ class GroupedWeight:
         outputs, inputs = self.codes.shape
         return outputs, inputs
 
-    def map_rows(self, select: Callable[[Tensor], Tensor]) -> GroupedWeight:
+    def map_rows(self, select: Callable[[Tensor], Tensor]) -> GroupQuantWeight:
         """Return the weight with rows that `select` picks from the tensors that have one row per output."""
         rowwise = {name: getattr(self, name) for name in ROWWISE}
         picked: dict[str, Any] = {name: None if one is None else select(one) for name, one in rowwise.items()}
         return replace(self, **picked)
 
-    def to(self, device: torch.device) -> GroupedWeight:
+    def to(self, device: torch.device) -> GroupQuantWeight:
         tensors = {one.name: getattr(self, one.name) for one in fields(self)}
         moved: dict[str, Any] = {name: one.to(device) for name, one in tensors.items() if isinstance(one, Tensor)}
         return replace(self, **moved)
 
-    def narrow_columns(self, start: int, count: int) -> GroupedWeight:
+    def narrow_columns(self, start: int, count: int) -> GroupQuantWeight:
         """Return the weight with `count` columns from `start` on. It must have neither an offset nor an order."""
         groups = slice(start // self.group_size, -(-(start + count) // self.group_size))
         scales, zeros, minimums = (
@@ -69,7 +69,7 @@ class GroupedWeight:
         offset = start % self.group_size
         return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums, offset=offset)
 
-    def is_like(self, other: GroupedWeight) -> bool:
+    def is_like(self, other: GroupQuantWeight) -> bool:
         """Return whether the rows of both can be concatenated to one weight."""
         for one in fields(self):
             mine = getattr(self, one.name)
@@ -115,7 +115,7 @@ def build_e2m1_table(device: torch.device) -> Tensor:
     return torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=device)
 
 
-def spread_nan(weight: GroupedWeight) -> Tensor:
+def spread_nan(weight: GroupQuantWeight) -> Tensor:
     """The scales of a weight for kernels that treat every code as a number: NaN for groups that contain a NaN code."""
     if not weight.is_float8:
         return weight.scales
@@ -152,7 +152,7 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
     return is_finite and torch.equal(values.to(dtype).float(), values)
 
 
-def merge_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+def merge_rows(weights: Sequence[GroupQuantWeight]) -> GroupQuantWeight:
     """Concatenate the rows of the weights, which must be alike."""
     first = weights[0]
     if len(weights) == 1:
@@ -167,7 +167,7 @@ def merge_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 
 
 def pack_grouped(
-    weight: GroupedWeight,
+    weight: GroupQuantWeight,
     bias: Tensor | None,
     dtype: torch.dtype,
     *,

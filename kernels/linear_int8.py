@@ -51,7 +51,7 @@ def pack_int8(
     quantise: a version of `quantise_rows`.
     """
     if weight.numel() == 0:
-        return Constant(weight.shape[0], bias)
+        return ConstantLinear(weight.shape[0], bias)
     scale = scale.flatten().contiguous()
     if not is_onednn_exact():
         return _Int8Linear(weight.contiguous(), scale, bias, quantise, _multiply_in_float64)
@@ -117,7 +117,7 @@ class _Int8Linear:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantLinear:
     """A layer without inputs or outputs: the bias, or zeros."""
 
     outputs: int

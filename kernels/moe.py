@@ -34,11 +34,11 @@ class Experts(Protocol):
 class PackedExperts(Experts, Protocol):
     """Experts with their weights."""
 
-    def list_held(self) -> list[HeldExpert]:
+    def list_held(self) -> list[LocalExpert]:
         """How each local expert is held."""
 
 
-class HeldExpert(NamedTuple):
+class LocalExpert(NamedTuple):
     """The tensors of an expert's weights, which may be overwritten with those of another expert of the same form."""
 
     tensors: list[Tensor]
@@ -113,14 +113,14 @@ class _SequentialExperts:
             del inputs, rows
         return weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
 
-    def list_held(self) -> list[HeldExpert]:
+    def list_held(self) -> list[LocalExpert]:
         """See `PackedExperts`."""
         held = []
         for pair in self._pairs:
             tensors = [list(find_tensors(layer)) for layer in pair]
             forms = [describe_structures(layer) for layer in pair]
             is_compiled = all(form or not found for form, found in zip(forms, tensors, strict=True))
-            held.append(HeldExpert(tensors[0] + tensors[1], str(forms), is_compiled))
+            held.append(LocalExpert(tensors[0] + tensors[1], str(forms), is_compiled))
         return held
 
 

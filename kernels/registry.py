@@ -19,6 +19,7 @@ from serve_llm.kernels import (
     activation,
     attention,
     delta_rule,
+    embedding_table,
     encoder_attention,
     linear,
     linear_fp8,
@@ -29,25 +30,24 @@ from serve_llm.kernels import (
     quantise_int4,
     quantise_int8,
     rope,
-    table,
     torch_sampling,
 )
 from serve_llm.kernels.backends import flash_attention, triton_kernels
-from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, Features, UnavailableBackend
+from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, BackendRequirements, UnavailableBackend
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu import moe as compiled_moe
 from serve_llm.kernels.cpu.delta_rule import DeltaRuleKernel
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
-from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
+from serve_llm.kernels.cpu.linear_grouped import GroupQuantPacker
 from serve_llm.kernels.cpu.lora import CompiledLoRA
 from serve_llm.kernels.cpu.rows import RowKernels
-from serve_llm.kernels.cpu.sampling import CompiledSampling
-from serve_llm.kernels.invariance import Guard, LayerKind
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.cpu.sampling import CpuSamplingKernels
+from serve_llm.kernels.invariance import BatchInvarianceChecker, LayerKind
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from serve_llm.kernels.lora import AllocateLoRASlots, LoRAKernels
-from serve_llm.kernels.sampling import DeviceSampling, SamplingKernels
-from serve_llm.kernels.torch_sampling import SyncSampling
+from serve_llm.kernels.sampling import DeviceSamplingKernels, SamplingKernels
+from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ class Kernels:
     pack_heads: Callable[[Tensor], linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
-    pack_grouped: Callable[[GroupedWeight, Tensor | None, torch.dtype], linear.Linear]
-    pack_int8_table: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], table.Table]
-    pack_grouped_table: Callable[[GroupedWeight, Tensor | None, torch.dtype], table.Table]
+    pack_grouped: Callable[[GroupQuantWeight, Tensor | None, torch.dtype], linear.Linear]
+    pack_int8_table: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], embedding_table.EmbeddingTable]
+    pack_grouped_table: Callable[[GroupQuantWeight, Tensor | None, torch.dtype], embedding_table.EmbeddingTable]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]]
     pack_experts: Callable[..., moe.PackedExperts]
@@ -118,8 +118,8 @@ PORTABLE = Kernels(
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_grouped=linear_grouped.pack_grouped,
-    pack_int8_table=table.pack_int8_table,
-    pack_grouped_table=table.pack_grouped_table,
+    pack_int8_table=embedding_table.pack_int8_table,
+    pack_grouped_table=embedding_table.pack_grouped_table,
     quantise_int4=quantise_int4.quantise_int4,
     quantise_int8=quantise_int8.quantise_int8,
     pack_experts=moe.pack_experts,
@@ -158,11 +158,11 @@ def choose(
     else:
         capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
         forms = attention_forms or {AttentionForm(head_dim) for head_dim in head_dims}
-        features = Features(device, dtype, capability, forms, batch_invariant, cache_dtype)
+        features = BackendRequirements(device, dtype, capability, forms, batch_invariant, cache_dtype)
         compiled = choose_for_gpu(features, attention_backend)
     if isinstance(compiled, str):
         logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
-        pack = partial(linear.pack, guard=Guard())
+        pack = partial(linear.pack, guard=BatchInvarianceChecker())
         return replace(PORTABLE, pack=pack, pack_heads=partial(linear.pack_heads, pack=pack))
     for dims, known in ((head_dims, library.HEAD_DIMS), (latent_dims, library.LATENT_DIMS)):
         unknown = sorted(set(dims).difference(known))
@@ -179,7 +179,7 @@ def choose(
     return compiled
 
 
-def choose_for_gpu(features: Features, attention_backend: str) -> Kernels | str:
+def choose_for_gpu(features: BackendRequirements, attention_backend: str) -> Kernels | str:
     """Override Triton's kernels by those of other backends, or return why Triton's cannot be used. Log which backend
     computes attention, and why others do not. attention_backend, errors: see `choose`."""
     kernels = with_triton(features.batch_invariant)
@@ -235,7 +235,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
             "CPU_KERNELS=all and g++ 11 or newer",
             found.missing[-1],
         )
-    guard = Guard()
+    guard = BatchInvarianceChecker()
 
     def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
         outputs = weight.shape[0] + sum(one.shape[0] for one in beside)
@@ -248,21 +248,25 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
 
     grouped_packer = _find_grouped_packer(found)
 
-    def pack_grouped(weight: GroupedWeight, bias: Tensor | None, model_dtype: torch.dtype) -> linear.Linear:
+    def pack_grouped(weight: GroupQuantWeight, bias: Tensor | None, model_dtype: torch.dtype) -> linear.Linear:
         if grouped_packer is None or not grouped_packer.packs(weight):
             return linear_grouped.pack_grouped(weight, bias, model_dtype, pack=pack)
         return grouped_packer.pack(weight, bias)
 
-    def pack_int8_table(weight: Tensor, scale: Tensor, bias: Tensor | None, model_dtype: torch.dtype) -> table.Table:
+    def pack_int8_table(
+        weight: Tensor, scale: Tensor, bias: Tensor | None, model_dtype: torch.dtype
+    ) -> embedding_table.EmbeddingTable:
         if weight.numel() == 0:
-            return table.pack_int8_table(weight, scale, bias, model_dtype)
+            return embedding_table.pack_int8_table(weight, scale, bias, model_dtype)
         kind = LayerKind(f"{found.variant} from int8", weight.shape[0], weight.shape[1], dtype)
         packed = packer.pack_int8_table(weight, scale, bias, model_dtype, rows.quantise_rows)
         return packed._replace(multiply=guard.make_invariant(packed.multiply, kind))
 
-    def pack_grouped_table(weight: GroupedWeight, bias: Tensor | None, model_dtype: torch.dtype) -> table.Table:
+    def pack_grouped_table(
+        weight: GroupQuantWeight, bias: Tensor | None, model_dtype: torch.dtype
+    ) -> embedding_table.EmbeddingTable:
         if grouped_packer is None or not grouped_packer.packs(weight):
-            return table.pack_grouped_table(weight, bias, model_dtype)
+            return embedding_table.pack_grouped_table(weight, bias, model_dtype)
         return grouped_packer.pack_table(weight, bias, model_dtype)
 
     return replace(
@@ -295,25 +299,25 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
     )
 
 
-def _find_grouped_packer(found: library.Library) -> GroupedPacker | None:
+def _find_grouped_packer(found: library.Library) -> GroupQuantPacker | None:
     """Return None if the library was compiled from sources without it."""
     with contextlib.suppress(OSError, AttributeError):
-        return GroupedPacker(found)
+        return GroupQuantPacker(found)
     return None
 
 
 def choose_sampling(device: torch.device) -> SamplingKernels:
     """Return the fastest version for the device. `choose` logs a warning if there are no compiled kernels."""
     if device.type != "cpu":
-        return SyncSampling(choose_device_sampling(device))
+        return SyncSamplingKernels(choose_device_sampling(device))
     path = library.find()
     if path is not None:
         with contextlib.suppress(OSError, AttributeError):  # cannot be loaded, or compiled from older sources
-            return CompiledSampling(library.Library(path))
-    return SyncSampling(torch_sampling)
+            return CpuSamplingKernels(library.Library(path))
+    return SyncSamplingKernels(torch_sampling)
 
 
-def choose_device_sampling(device: torch.device) -> DeviceSampling:
+def choose_device_sampling(device: torch.device) -> DeviceSamplingKernels:
     """Return the fastest version whose results stay on the device: Triton on a GPU, the torch definition elsewhere."""
     if device.type != "cuda":
         return torch_sampling

@@ -39,7 +39,7 @@ class Logprobs(NamedTuple):
     top_logprobs: list[float]
 
 
-class LogSoftmax(NamedTuple):
+class LogprobsTensors(NamedTuple):
     """`Logprobs` of all rows, as tensors. rank is 0, and the rest undefined, where a row's maximum is not finite."""
 
     logprob: Tensor  # (rows,) float64
@@ -86,10 +86,10 @@ class SamplingKernels(Protocol):
         """
 
     def apply_masks(self, scores: Tensor, rows: Sequence[int], masks: Tensor, /) -> None:
-        """Like `DeviceSampling.apply_masks`. scores: (n, columns) rows contiguous. masks: on the host."""
+        """Like `DeviceSamplingKernels.apply_masks`. scores: (n, columns) rows contiguous. masks: on the host."""
 
 
-class DeviceSampling(Protocol):
+class DeviceSamplingKernels(Protocol):
     """Kernels whose results stay on the device, so that the host does not wait.
 
     Logits are (rows, columns) float32, bfloat16 or float16 of at most 2**20 columns, and are not changed. Sums whose
@@ -103,7 +103,7 @@ class DeviceSampling(Protocol):
         top_p or min_p. Both are optimisations only.
         """
 
-    def log_softmax_gather(self, logits: Tensor, ids: Tensor, k: int, /) -> LogSoftmax:
+    def log_softmax_gather(self, logits: Tensor, ids: Tensor, k: int, /) -> LogprobsTensors:
         """Log-softmax at each row's id, (rows,) int64, and of the k most likely columns, or of all if fewer than k.
         The value at an id of -1 is undefined."""
 

@@ -1,7 +1,7 @@
 """The definition of the sampling kernels in torch: runs on any device, over all rows at once.
 
-The module implements `kernels.sampling.DeviceSampling`; the functions' contracts are there. Used in tests, and where no
-compiled version runs.
+The module implements `kernels.sampling.DeviceSamplingKernels`; the functions' contracts are there. Used in tests, and
+where no compiled version runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.sampling import BANNED, REPEATED, DeviceSampling, Draw, LogitAdjustments, Logprobs, LogSoftmax
+from serve_llm.kernels.sampling import (
+    BANNED,
+    REPEATED,
+    DeviceSamplingKernels,
+    Draw,
+    LogitAdjustments,
+    Logprobs,
+    LogprobsTensors,
+)
 
 
 def sample(logits: Tensor, draws: Tensor, sampled: bool = True, filtered: bool = True) -> Tensor:
@@ -41,7 +49,7 @@ def sample(logits: Tensor, draws: Tensor, sampled: bool = True, filtered: bool =
     return torch.where(highest.isfinite(), torch.where(is_sampled, ids, best), -1).flatten()
 
 
-def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogSoftmax:
+def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogprobsTensors:
     logits = logits.float()
     vocab = logits.shape[1]
     log_softmax = logits.double().log_softmax(dim=1)
@@ -51,7 +59,7 @@ def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogSoftmax:
     order = (_to_ordered_ints(logits) << 32) - torch.arange(vocab, device=logits.device)
     top = order.topk(min(k, vocab), dim=1).indices
     rank = torch.where(logits.amax(1).isfinite(), rank, 0)
-    return LogSoftmax(log_softmax.gather(1, index).flatten(), rank, top, log_softmax.gather(1, top))
+    return LogprobsTensors(log_softmax.gather(1, index).flatten(), rank, top, log_softmax.gather(1, top))
 
 
 def adjust(scores: Tensor, adjustments: LogitAdjustments) -> None:
@@ -67,10 +75,10 @@ def adjust(scores: Tensor, adjustments: LogitAdjustments) -> None:
         scores[row, columns] = values
 
 
-class SyncSampling:
-    """`kernels.sampling.SamplingKernels` on top of a `DeviceSampling`: waits for each result."""
+class SyncSamplingKernels:
+    """`kernels.sampling.SamplingKernels` on top of a `DeviceSamplingKernels`: waits for each result."""
 
-    def __init__(self, kernels: DeviceSampling) -> None:
+    def __init__(self, kernels: DeviceSamplingKernels) -> None:
         self._kernels = kernels
 
     def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:

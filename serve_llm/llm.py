@@ -30,11 +30,11 @@ from serve_llm.server.generate.offline import UseTqdm, create_bar, run_all, run_
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt import pooling_jobs
 from serve_llm.server.prompt.chat_turn import prepare_turn
-from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.offline_prompts import ParsedPrompt, Prompt, parse_prompts, set_priorities
 from serve_llm.server.prompt.pool import build_grammar_compiler
-from serve_llm.server.prompt.pooling_jobs import Pool
+from serve_llm.server.prompt.pooling_jobs import ValidPoolingRequest
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
 from serve_llm.server.response.metrics_snapshot import MetricValue, read_metrics
 from serve_llm.server.response.outputs import (
@@ -54,6 +54,7 @@ from serve_llm.server.schema.chat import ChatRequest
 from serve_llm.server.schema.common import validate_body
 
 T = TypeVar("T")
+OutputBuilder = Callable[[ValidPoolingRequest, list[bytes]], VectorOutput]
 Message = Mapping[str, Any]
 PreparedPrompt = tuple[str | None, TextRequest]  # the prompt's text, None if it was given as ids
 
@@ -96,7 +97,7 @@ class LLM:
         self._replicas = self._supervisor.replicas
         self._generator = Generator(LocalDispatcher(self._replicas), self._model, resolved.seed)
         # The caller's own process may render and compile anything that the caller provides.
-        context = Context(self._model, self._replicas.facts, resolved.limits, trusts_templates=True, is_worker=True)
+        context = JobContext(self._model, self._replicas.facts, resolved.limits, trusts_templates=True, is_worker=True)
         self._context = context._replace(grammars=build_grammar_compiler(context))
         self._num_requests = 0
         self._cache_salt = ""  # requests share cached prefixes with those of equal salt
@@ -191,7 +192,7 @@ class LLM:
         fields = {"dimensions": dimensions, "truncate_prompt_tokens": truncate_prompt_tokens}
         bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
 
-        def build(pool: Pool, vectors: list[bytes]) -> EmbeddingOutput:
+        def build(pool: ValidPoolingRequest, vectors: list[bytes]) -> EmbeddingOutput:
             return EmbeddingOutput(cut_vector(vectors[0], pool.dimensions).tolist())
 
         pools = self._prepare_pools(pooling_jobs.embed, bodies, lora_request, lora)
@@ -211,7 +212,7 @@ class LLM:
         bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
         settings = self._model.vectors
 
-        def build(pool: Pool, vectors: list[bytes]) -> ClassificationOutput:
+        def build(pool: ValidPoolingRequest, vectors: list[bytes]) -> ClassificationOutput:
             probs = compute_probabilities(vectors[0], settings.activation)
             return ClassificationOutput(probs, settings.find_label(probs))
 
@@ -242,7 +243,7 @@ class LLM:
         pairs = zip(firsts, seconds, strict=True)
         bodies = [{"queries": query, "documents": document, **fields} for query, document in pairs]
 
-        def build(pool: Pool, vectors: list[bytes]) -> ScoringOutput:
+        def build(pool: ValidPoolingRequest, vectors: list[bytes]) -> ScoringOutput:
             return ScoringOutput(compute_scores(pool, vectors, self._model.vectors)[0])
 
         pools = self._prepare_pools(pooling_jobs.score, bodies, lora_request, lora)
@@ -350,11 +351,11 @@ class LLM:
 
     def _prepare_pools(
         self,
-        job: Callable[[bytes, Context], Pool],
+        job: Callable[[bytes, JobContext], ValidPoolingRequest],
         bodies: Sequence[Mapping[str, object]],
         lora_request: AdapterChoices,
         lora: AdapterChoices,
-    ) -> list[Pool]:
+    ) -> list[ValidPoolingRequest]:
         """Prepare one request per body, for the route of `job`."""
         self._check_open()
         pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
@@ -362,7 +363,7 @@ class LLM:
         return pools
 
     def _pool(
-        self, pools: Sequence[Pool], build: Callable[[Pool, list[bytes]], VectorOutput], use_tqdm: UseTqdm
+        self, pools: Sequence[ValidPoolingRequest], build: OutputBuilder[VectorOutput], use_tqdm: UseTqdm
     ) -> list[PoolingRequestOutput[VectorOutput]]:
         """Compute all requests together."""
         generations = [self._open(pool.request) for pool in pools]

@@ -36,7 +36,7 @@ from serve_llm.server.metrics.http_meter import HttpMeter
 from serve_llm.server.metrics.meter import BatchCounts, FrontEndCounts, ServerCounts, StoreUsage
 from serve_llm.server.metrics.prometheus import PrometheusExporter
 from serve_llm.server.metrics.vllm_names import choose_collector
-from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.routes import (
@@ -257,7 +257,7 @@ def _create_state(
 ) -> AppState:
     model = replace(model, adapters=adapters.adapters)
     limits = options.limits
-    context = Context(
+    context = JobContext(
         model,
         dispatcher.facts,
         limits,

@@ -11,8 +11,8 @@ import secrets
 import sys
 
 from serve_llm.cli.check.collective import AllReduceTask
-from serve_llm.cli.check.findings import Results, judge
-from serve_llm.cli.check.host import examine
+from serve_llm.cli.check.findings import Results, find_problems
+from serve_llm.cli.check.host import inspect_host
 from serve_llm.cli.check.ray_nodes import CheckRayCluster
 from serve_llm.cli.check.rendezvous import CheckRendezvous, cluster_secret
 from serve_llm.cli.check.session import CheckedHost, Coordinator, LoadTask, Verdict, follow
@@ -80,13 +80,13 @@ def check(options: argparse.Namespace) -> Verdict:
 
 def _check_this_host(options: argparse.Namespace) -> Verdict:
     address = hosts.find_own_address("127.0.0.1", options.host_ip)
-    results = Results(hosts={0: examine(0, address, 0, options.model)})
+    results = Results(hosts={0: inspect_host(0, address, 0, options.model)})
     if results.hosts[0].gpus > 1 and not results.hosts[0].gpu_problem:
         with CheckedHost(0, address, options.model) as host:
             port = host.run(LoadTask()).store_port
             task = AllReduceTask(address=address, port=port, size=1)
             results.collectives[0] = host.run(task).collectives
-    findings = judge(results)
+    findings = find_problems(results)
     return Verdict(render(results, findings), not findings.problems)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from serve_llm.cli.check.collective import AllReduceResult
 from serve_llm.cli.check.host import HostReport
 from serve_llm.cli.check.nccl_log import explain_transport
-from serve_llm.cli.check.probe import Reach, Speed
+from serve_llm.cli.check.probe import LinkSpeed, Reachability
 from serve_llm.common import hosts
 
 MIN_SHM_BYTES = 256 << 20
@@ -25,9 +25,9 @@ class Results(msgspec.Struct, kw_only=True):
 
     hosts: dict[int, HostReport]
     absent: dict[int, str] = {}  # why a node has not joined, with the remedy
-    reaches: list[Reach] = []
+    reaches: list[Reachability] = []
     heard: dict[int, set[int]] = {}  # receiving rank -> ranks whose datagrams arrived
-    speeds: list[Speed] = []
+    speeds: list[LinkSpeed] = []
     clocks: dict[int, float] = {}  # seconds ahead of node 0
     collectives: dict[int, list[AllReduceResult]] = {}
     silent: list[str] = []  # nodes that stopped answering
@@ -40,7 +40,7 @@ class Findings(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def judge(results: Results) -> Findings:
+def find_problems(results: Results) -> Findings:
     """Every problem names the host or the pair, the cause and the remedy."""
     problems = [*results.absent.values(), *results.silent]
     notes: list[str] = []
@@ -87,14 +87,15 @@ def _find_host_problems(report: HostReport) -> list[str]:
         problems.append(f"{report.model_error}; copy or download the model to this host (this check does not)")
     if report.shm_bytes < MIN_SHM_BYTES:
         problems.append(
-            f"/dev/shm holds {size_text(report.shm_bytes)}, ranks on one host and NCCL need at least "
-            f"{size_text(MIN_SHM_BYTES)}; start the container with --ipc=host or --shm-size=8g, or mount a larger tmpfs"
+            f"/dev/shm holds {format_bytes(report.shm_bytes)}, ranks on one host and NCCL need at least "
+            f"{format_bytes(MIN_SHM_BYTES)}; "
+            "start the container with --ipc=host or --shm-size=8g, or mount a larger tmpfs"
         )
     if report.gpu_problem:
         problems.append(f"its GPUs cannot be used: {report.gpu_problem}")
     if report.infiniband and report.gpus and report.locked_memory >= 0:
         problems.append(
-            f"locked memory is limited to {size_text(report.locked_memory)}, which InfiniBand "
+            f"locked memory is limited to {format_bytes(report.locked_memory)}, which InfiniBand "
             "cannot work with; ulimit -l unlimited (containers: --ulimit memlock=-1 --cap-add=IPC_LOCK)"
         )
     if report.invariance is not None and report.invariance.differing:
@@ -141,7 +142,7 @@ def _find_differences(reports: Sequence[HostReport]) -> list[str]:
     return differences
 
 
-def _find_pair_problems(results: Results, there: Reach, back: Reach) -> list[str]:
+def _find_pair_problems(results: Results, there: Reachability, back: Reachability) -> list[str]:
     if there.failure and back.failure:
         return [_explain_no_connection(results, there, back)]
     for reach, other in ((there, back), (back, there)):
@@ -163,7 +164,7 @@ def _find_pair_problems(results: Results, there: Reach, back: Reach) -> list[str
     return []
 
 
-def _explain_no_connection(results: Results, there: Reach, back: Reach) -> str:
+def _explain_no_connection(results: Results, there: Reachability, back: Reachability) -> str:
     """A TCP handshake needs both directions, so only datagrams show which one is broken."""
     pair = _describe_pair(results, there.source, there.target).replace("->", "<->")
     there_arrived = there.source in results.heard.get(there.target, ())
@@ -184,7 +185,7 @@ def _explain_no_connection(results: Results, there: Reach, back: Reach) -> str:
     )
 
 
-def _explain_lost_packets(results: Results, reach: Reach) -> str:
+def _explain_lost_packets(results: Results, reach: Reachability) -> str:
     source = results.hosts[reach.source]
     passing = f"packets of up to {reach.path_mtu} bytes pass" if reach.path_mtu else "none of the usual sizes passes"
     remedy = f"ip link set {source.interface} mtu {reach.path_mtu}" if reach.path_mtu else "a smaller MTU"
@@ -200,8 +201,8 @@ def _find_slow_pairs(results: Results) -> list[str]:
     speeds = [speed for speed in results.speeds if not speed.failure]
     usual = statistics.median([speed.bandwidth for speed in speeds] or [0.0])
     return [
-        f"{_describe_pair(results, speed.source, speed.target)}: {size_text(speed.bandwidth)}/s, others have "
-        f"{size_text(usual)}/s; look at link speed (ethtool), errors (ip -s link) and the switch"
+        f"{_describe_pair(results, speed.source, speed.target)}: {format_bytes(speed.bandwidth)}/s, others have "
+        f"{format_bytes(usual)}/s; look at link speed (ethtool), errors (ip -s link) and the switch"
         for speed in speeds
         if speed.bandwidth < SLOW_SHARE * usual
     ]
@@ -218,7 +219,7 @@ def _find_collective_problems(collectives: Mapping[int, Sequence[AllReduceResult
     return [f"{backend} all-reduce {where} fails: {'; '.join(lines)}" for backend, lines in failures.items()]
 
 
-def size_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:

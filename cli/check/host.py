@@ -35,7 +35,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     invariance: InvarianceReport | None = None  # for the model's linear layers; None on a host with GPUs
 
 
-def examine(rank: int, address: str, probe_port: int, model: str | None) -> HostReport:
+def inspect_host(rank: int, address: str, probe_port: int, model: str | None) -> HostReport:
     """Report on this host. Raises OptionError if the address does not belong to it."""
     interface = hosts.find_interface(address)
     error = ""

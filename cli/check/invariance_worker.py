@@ -21,7 +21,7 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.kernels import invariance, registry
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.invariance import FixedRows, LayerKind
+from serve_llm.kernels.invariance import LayerKind, PaddedLinear
 from serve_llm.kernels.linear import Linear
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def try_layers(directory: str) -> InvarianceReport:
                 max(MAX_MULTIPLICATIONS // (shape.outputs * shape.inputs), invariance.FEWEST_ROWS), invariance.MOST_ROWS
             )
             name = f"{shape.outputs} x {shape.inputs} in {'int8' if in_8_bits else str(rows_dtype)[6:]}"
-            if isinstance(layer, FixedRows):
+            if isinstance(layer, PaddedLinear):
                 slow.append(f"{name} ({layer.rows} rows at a time)")
             if sizes := invariance.differing_sizes(layer, kind, batch_size):
                 differing.append(f"{name} ({sizes[0]} rows against {batch_size})")

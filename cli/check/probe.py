@@ -31,7 +31,7 @@ _CHUNK = bytes(1 << 18)
 _MTUS = (9000, 8900, 4000, 1500, 1480, 1450, 1400, 1280, 1000, 576)
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True):
+class Reachability(msgspec.Struct, frozen=True, kw_only=True):
     """Whether one host can connect to another."""
 
     source: int
@@ -41,7 +41,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     path_mtu: int = 0  # with large_lost: the largest usual packet size that passes; 0 if none does
 
 
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What one host measured to another."""
 
     source: int
@@ -101,7 +101,7 @@ class ProbeServer:
                 _send(peer, outgoing)
 
 
-def reach_all(source: HostReport, targets: Sequence[HostReport]) -> list[Reach]:
+def reach_all(source: HostReport, targets: Sequence[HostReport]) -> list[Reachability]:
     """Connect to all targets at the same time. Takes seconds only if something is wrong."""
     if not targets:
         return []
@@ -109,13 +109,13 @@ def reach_all(source: HostReport, targets: Sequence[HostReport]) -> list[Reach]:
         return list(pool.map(lambda target: _reach(source, target), targets))
 
 
-def _reach(source: HostReport, target: HostReport) -> Reach:
+def _reach(source: HostReport, target: HostReport) -> Reachability:
     try:
         with _connect(target) as peer:
             peer.settimeout(ANSWER_SECONDS)
             _exchange(peer, 1, 1)
     except OSError as error:
-        return Reach(source=source.rank, target=target.rank, failure=_describe(error))
+        return Reachability(source=source.rank, target=target.rank, failure=_describe(error))
     for direction, sent, wanted in (("there", LARGE_BYTES, 1), ("back", 1, LARGE_BYTES)):
         if _passes(target, None, sent, wanted) or _passes(target, None, sent, wanted):
             continue
@@ -124,8 +124,8 @@ def _reach(source: HostReport, target: HostReport) -> Reach:
         with ThreadPoolExecutor(len(_MTUS)) as pool:
             passed = list(pool.map(lambda size: _passes(target, size, sent, wanted), sizes))  # noqa: B023
         path_mtu = max((size for size, passes in zip(sizes, passed, strict=True) if passes), default=0)
-        return Reach(source=source.rank, target=target.rank, large_lost=direction, path_mtu=path_mtu)
-    return Reach(source=source.rank, target=target.rank)
+        return Reachability(source=source.rank, target=target.rank, large_lost=direction, path_mtu=path_mtu)
+    return Reachability(source=source.rank, target=target.rank)
 
 
 def _passes(target: HostReport, mtu: int | None, sent: int, wanted: int) -> bool:
@@ -137,7 +137,7 @@ def _passes(target: HostReport, mtu: int | None, sent: int, wanted: int) -> bool
     return True
 
 
-def measure_speed(source: HostReport, target: HostReport, seconds: float = 0.15) -> Speed:
+def measure_speed(source: HostReport, target: HostReport, seconds: float = 0.15) -> LinkSpeed:
     """Latency, and bandwidth from source to target, for about `seconds` each."""
     try:
         with _connect(target) as peer:
@@ -145,8 +145,8 @@ def measure_speed(source: HostReport, target: HostReport, seconds: float = 0.15)
             latencies = _time_exchanges(peer, 1, seconds)
             durations = _time_exchanges(peer, LARGE_BYTES * 8, seconds)
     except OSError as error:
-        return Speed(source=source.rank, target=target.rank, failure=_describe(error))
-    return Speed(
+        return LinkSpeed(source=source.rank, target=target.rank, failure=_describe(error))
+    return LinkSpeed(
         source=source.rank,
         target=target.rank,
         latency_us=statistics.median(latencies) * 1e6,

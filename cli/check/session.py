@@ -10,8 +10,8 @@ import msgspec
 
 from serve_llm.cli.check import probe
 from serve_llm.cli.check.collective import AllReduceProcess, AllReduceResult, AllReduceTask
-from serve_llm.cli.check.findings import Results, judge
-from serve_llm.cli.check.host import HostReport, examine
+from serve_llm.cli.check.findings import Results, find_problems
+from serve_llm.cli.check.host import HostReport, inspect_host
 from serve_llm.cli.check.rendezvous import CheckJoinRequest, join
 from serve_llm.cli.check.table import render
 from serve_llm.common.errors import EngineError, PeerLost
@@ -55,9 +55,9 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a host found; fields that do not concern the task keep their defaults."""
 
     time: float = 0.0  # seconds since the epoch
-    reaches: list[probe.Reach] = []
+    reaches: list[probe.Reachability] = []
     heard: set[int] = set()
-    speed: probe.Speed | None = None
+    speed: probe.LinkSpeed | None = None
     store_port: int = 0
     collectives: list[AllReduceResult] = []
 
@@ -73,7 +73,7 @@ class CheckedHost:
         self._server = probe.ProbeServer(address)
         self._process = AllReduceProcess(address)
         try:
-            self.report = examine(rank, address, self._server.port, model)
+            self.report = inspect_host(rank, address, self._server.port, model)
         except BaseException:
             self._process.close()
             raise
@@ -162,7 +162,7 @@ class Coordinator:
         results.silent = [
             f"{reason}, in the middle of the check; look at what it printed" for reason in group.lost.values()
         ]
-        findings = judge(results)
+        findings = find_problems(results)
         verdict = Verdict(render(results, findings), not findings.problems)
         for rank in group.reports:
             group.send(rank, msgspec.json.encode(verdict))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve_llm.cli.check.findings import Findings, Results, size_text
+from serve_llm.cli.check.findings import Findings, Results, format_bytes
 from serve_llm.cli.check.host import HostReport
 
 _HOST_TITLES = [
@@ -53,9 +53,9 @@ def _format_host(results: Results, report: HostReport) -> list[str]:
         report.address,
         report.interface,
         str(report.mtu),
-        size_text(report.shm_bytes),
+        format_bytes(report.shm_bytes),
         "any" if report.open_files < 0 else str(report.open_files),
-        "any" if report.locked_memory < 0 else size_text(report.locked_memory),
+        "any" if report.locked_memory < 0 else format_bytes(report.locked_memory),
         str(report.cores),
         str(report.gpus),
         f"{round(results.clocks[report.rank] * 1000):+d} ms" if has_clock else "-",
@@ -79,7 +79,7 @@ def _format_pairs(results: Results) -> list[list[str]]:
                 reach.failure or "ok",
                 large,
                 f"{speed.latency_us:.0f} us" if speed else "-",
-                f"{size_text(speed.bandwidth)}/s" if speed else "-",
+                f"{format_bytes(speed.bandwidth)}/s" if speed else "-",
             ]
         )
     return rows
@@ -97,7 +97,7 @@ def _format_collectives(results: Results) -> str:
         small = max(result.small_us for result in same)
         large = min(result.large for result in same)
         over = f" over {same[0].transport}" if same[0].transport else ""
-        lines.append(f"{backend} all-reduce{over}: exact; 16 KiB in {small:.0f} us, 4 MiB at {size_text(large)}/s")
+        lines.append(f"{backend} all-reduce{over}: exact; 16 KiB in {small:.0f} us, 4 MiB at {format_bytes(large)}/s")
     return "\n".join(lines)
 
 

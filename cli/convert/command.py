@@ -21,7 +21,7 @@ from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import BIN_INDEX, BIN_SINGLE, read_json, resolve_bin_model
 from serve_llm.common.options.schema import OPTION_FIELDS
 from serve_llm.common.options.sources import make_parser, merge_sources, read_command_line
-from serve_llm.engine.worker.kv_cache import size_text
+from serve_llm.engine.worker.kv_cache import format_bytes
 
 CONVERT_FIELDS = [option for option in OPTION_FIELDS if option.name in ("model", "revision", "download_dir")]
 DESCRIPTION = (
@@ -132,7 +132,7 @@ def _read_bin_index(directory: Path) -> dict[str, str]:
 def _run_worker(path: Path, prefix: Path) -> dict[str, dict[str, int]]:
     """Convert one file. Return the files written -> their tensors with their bytes. Raises ModelError."""
     size = path.stat().st_size
-    sys.stdout.write(f"reading {path.name} ({size_text(size)})\n")
+    sys.stdout.write(f"reading {path.name} ({format_bytes(size)})\n")
     sys.stdout.flush()
     seconds = SECONDS + size // BYTES_PER_SECOND
     command = [sys.executable, "-P", "-m", "serve_llm.cli.convert.worker", str(path), str(prefix), str(seconds)]

@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from serve_llm.cli.plan.parameters import FLOAT32_BYTES, UNIT_BYTES, round_up
-from serve_llm.engine.config import CacheRow, Config
-from serve_llm.engine.model.delta_net_spec import STATE_UNIT, DeltaNetSpec
+from serve_llm.engine.config import Config, KVCacheFormat
+from serve_llm.engine.model.delta_net_spec import STATE_UNIT, GatedDeltaNetSpec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 from serve_llm.engine.parallel.layout import HeadShare
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 
 ROUTING_BYTES = 20  # per chosen expert: its weight, its number and its position in the order of the experts
 KEY_TILE = 128  # keys per tile, as in `kernels.attention`
@@ -40,7 +40,7 @@ class LargestStep:
     context: int  # tokens of the longest sequence
     element: int  # bytes of the model's dtype
     on_cpu: bool
-    cache: CacheRow
+    cache: KVCacheFormat
     is_8_bit: bool = False  # the linear layers inside layers
     compiled_attention: bool = False  # a CPU has the other compiled kernels in any case
 
@@ -83,7 +83,7 @@ def _pad_rows(rows: int, inputs: int, element: int) -> int:
     return rows * row if row != inputs * element else 0
 
 
-def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], config: Config, element: int) -> int:
+def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[KVCacheSpec, ...], config: Config, element: int) -> int:
     """The peak on the shard's rank. groups: of the KV cache. element: bytes of the model's dtype."""
     step = LargestStep.from_config(config, element)
     is_compiled = step.on_cpu and all(
@@ -110,7 +110,7 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
 
 
 def _layer_peak(
-    step: LargestStep, layer: LayerSpec, group: GroupLayout, hidden_size: int, shard: Shard, ffn_tokens: int
+    step: LargestStep, layer: LayerSpec, group: KVCacheSpec, hidden_size: int, shard: Shard, ffn_tokens: int
 ) -> int:
     """ffn_tokens: tokens for which the feed-forward half is computed; in the last layer, only those that are sampled.
     (This does not count prompts whose log-probabilities are requested, where it is all tokens.)"""
@@ -122,7 +122,7 @@ def _layer_peak(
     if isinstance(layer.attention, MLASpec):
         num_heads = len(shard.attention(layer.attention).heads)
         attention_peak = _mla_peak(step, layer.attention, group, hidden_size, num_heads)
-    elif isinstance(layer.attention, DeltaNetSpec):
+    elif isinstance(layer.attention, GatedDeltaNetSpec):
         attention_peak = _delta_net_peak(step, layer.attention, hidden_size, shard)
     else:
         attention_peak = _attention_peak(step, layer.attention, group, hidden_size, shard)
@@ -214,7 +214,7 @@ def _moe_peak(step: LargestStep, moe: MoESpec, hidden_size: int, shard: Shard, r
     return max(peak, output + max(shared_peak, gated + output))
 
 
-def _mla_peak(step: LargestStep, mla: MLASpec, group: GroupLayout, hidden_size: int, num_heads: int) -> int:
+def _mla_peak(step: LargestStep, mla: MLASpec, group: KVCacheSpec, hidden_size: int, num_heads: int) -> int:
     tokens = step.tokens
     if num_heads == 0:
         return step.linear(tokens, 0, hidden_size)[0]
@@ -245,7 +245,7 @@ def _mla_peak(step: LargestStep, mla: MLASpec, group: GroupLayout, hidden_size: 
     return max(peak, query + mixed + tile, mixed + values + output_peak)
 
 
-def _delta_net_peak(step: LargestStep, mixer: DeltaNetSpec, hidden_size: int, shard: Shard) -> int:
+def _delta_net_peak(step: LargestStep, mixer: GatedDeltaNetSpec, hidden_size: int, shard: Shard) -> int:
     """The peak of the compiled kernel on a CPU. On a GPU, which computes a sequence's tokens one after the other, the
     peak of a sequence that takes the whole step."""
     head_share = shard.attention(mixer)
@@ -274,7 +274,7 @@ def _delta_net_peak(step: LargestStep, mixer: DeltaNetSpec, hidden_size: int, sh
 
 
 def _attention_peak(
-    step: LargestStep, attention: AttentionSpec, group: GroupLayout, hidden_size: int, shard: Shard
+    step: LargestStep, attention: AttentionSpec, group: KVCacheSpec, hidden_size: int, shard: Shard
 ) -> int:
     head_share = shard.attention(attention)
     num_heads = len(head_share.heads)
@@ -344,7 +344,7 @@ def _max_heads_per_kv_head(own: HeadShare, group_size: int) -> int:
 
 def _tile_peak(
     step: LargestStep,
-    group: GroupLayout,
+    group: KVCacheSpec,
     sequences: int,
     rows: int,
     group_heads: int,

@@ -18,7 +18,7 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
 from serve_llm.common.options.sources import build_from_flags, build_options, collect_given, make_parser
 from serve_llm.common.options.sources import read_command_line as read_flags
-from serve_llm.engine.worker.kv_cache import cache_tokens, capacity_lines, size_text, states_lines
+from serve_llm.engine.worker.kv_cache import cache_tokens, capacity_lines, format_bytes, states_lines
 
 SERVER_OPTIONS = (
     "model",
@@ -115,9 +115,9 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
     if config.max_loras:
         num_held = config.max_cpu_loras if config.device == "cpu" else config.max_loras
         ranks = f"{num_held} adapters of rank {config.max_lora_rank}"
-        lines.append(f"Weights include up to {size_text(max(rank.adapters for rank in chosen.ranks))} for {ranks}")
+        lines.append(f"Weights include up to {format_bytes(max(rank.adapters for rank in chosen.ranks))} for {ranks}")
     if chosen.ranks[0].draft_model:
-        lines.append(f"Weights of rank 0 include {size_text(chosen.ranks[0].draft_model)} for the draft model")
+        lines.append(f"Weights of rank 0 include {format_bytes(chosen.ranks[0].draft_model)} for the draft model")
     if config.data_parallel_size > 1:
         lines.append(f"Each of the {config.data_parallel_size} data-parallel engines:")
     if chosen.fits:
@@ -128,7 +128,7 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
                 chosen.cache, num_blocks=config.kv_offload_memory // chosen.cache.block_bytes
             )
             tokens = cache_tokens(in_memory, config.max_model_len, config.max_num_batched_tokens)
-            size = size_text(config.kv_offload_memory)
+            size = format_bytes(config.kv_offload_memory)
             lines.append(f"Host memory for evicted blocks: {tokens:,} tokens, {size} for each rank")
         lines.append(f"Fits: {format_sizes(chosen.layout)}")
     if plan.suggested is None:
@@ -143,8 +143,8 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
 def _describe_hardware(plan: MemoryPlan) -> str:
     hardware = plan.hardware
     if plan.config.device == "cpu":
-        return f"{hardware.nodes} CPU machine{'s' * (hardware.nodes > 1)} with {size_text(hardware.memory)}"
-    return f"{hardware.nodes} x {hardware.ranks_per_node} {hardware.gpu} with {size_text(hardware.memory)}"
+        return f"{hardware.nodes} CPU machine{'s' * (hardware.nodes > 1)} with {format_bytes(hardware.memory)}"
+    return f"{hardware.nodes} x {hardware.ranks_per_node} {hardware.gpu} with {format_bytes(hardware.memory)}"
 
 
 def _format_table(plan: LayoutPlan) -> list[str]:
@@ -163,7 +163,7 @@ def _format_table(plan: LayoutPlan) -> list[str]:
 def _format_rank(rank: RankPlan) -> tuple[str, ...]:
     """The cells of the rank's row, except the rank number."""
     sizes = (rank.weights + rank.adapters + rank.draft_model, rank.activations, rank.kv_cache, rank.total, rank.room)
-    return (str(len(rank.layers)), str(rank.heads), str(rank.kv_heads), *map(size_text, sizes))
+    return (str(len(rank.layers)), str(rank.heads), str(rank.kv_heads), *map(format_bytes, sizes))
 
 
 def format_json(plan: MemoryPlan, options: Options, remedies: Sequence[Remedy] = ()) -> dict[str, object]:

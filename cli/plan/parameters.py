@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import GroupQuantForm
 
 FLOAT32_BYTES = 4
 # `kernels.cpu.linear` packs weights for AVX-512 in panels of 16 outputs and 4-byte units of inputs, with a float32
@@ -25,7 +25,7 @@ class Groups:
     """How a linear layer's weight is stored in groups."""
 
     count: int  # groups per row
-    form: GroupedForm
+    form: GroupQuantForm
     offset: int  # inputs of the first group that the rank lacks
 
     def row_bytes(self, inputs: int, device: str) -> int:
@@ -36,7 +36,7 @@ class Groups:
         return round_up((self.offset + inputs) * self.form.bits, SLAB_INPUTS * 8) // 8 + more
 
 
-def find_groups(form: GroupedForm | None, inputs: int, first: int, is_part: bool, device: str) -> Groups | None:
+def find_groups(form: GroupQuantForm | None, inputs: int, first: int, is_part: bool, device: str) -> Groups | None:
     """The groups; None if a rank holds its inputs, from `first` on, in the model's dtype: see
     `kernels.cpu.linear_grouped`.
 

@@ -20,7 +20,7 @@ from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config, check_options, resolve
 from serve_llm.engine.model.config import describe_ignored_keys
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.lora_targets import count_adapter_bytes, find_served_targets
 from serve_llm.engine.model.pooling import resolve_pooling
 from serve_llm.engine.model.registry import apply_engine_config, read_model
@@ -30,7 +30,7 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.stored_quantization import NOT_NEEDED, accept_stored_format, find_stored_format
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class LayoutPlan:
 
     layout: ParallelLayout
     ranks: tuple[RankPlan, ...]
-    cache: CacheLayout  # the first rank's, with the number of blocks for which every rank has room
+    cache: KVCacheConfig  # the first rank's, with the number of blocks for which every rank has room
     blocks_per_request: int  # for a request of full length
     cache_tokens: int
     concurrency: float  # requests of full length that run at the same time
@@ -108,7 +108,7 @@ class _Planner:
         config, spec = self.config, self.spec
         stages = split_model_layers(spec, layout, stage_layers)
         ranks: list[RankPlan] = []
-        caches: list[CacheLayout] = []
+        caches: list[KVCacheConfig] = []
         num_blocks: list[int] = []
         missing = [(0, "")]
         request = f"the KV cache of one request of {config.max_model_len:,} tokens"
@@ -135,7 +135,7 @@ class _Planner:
             if config.kv_offload_memory is not None:
                 missing.append((cache.block_bytes - config.kv_offload_memory, "one block in --kv-offload-memory"))
             mixers = (spec.layers[index].attention for index in shard.layers)
-            heads = [shard.attention(mixer) for mixer in mixers if not isinstance(mixer, DeltaNetSpec)]
+            heads = [shard.attention(mixer) for mixer in mixers if not isinstance(mixer, GatedDeltaNetSpec)]
             ranks.append(
                 RankPlan(
                     rank=shard.rank,
@@ -179,7 +179,7 @@ class _Planner:
         return request
 
     def _size_cache(
-        self, weights: int, step: int, blocks_per_request: int, empty: CacheLayout, layout: ParallelLayout
+        self, weights: int, step: int, blocks_per_request: int, empty: KVCacheConfig, layout: ParallelLayout
     ) -> tuple[int, int]:
         """Bytes of one rank's KV cache, and all bytes that the rank may use, by the rules of `Worker`."""
         config, memory = self.config, self.hardware.memory

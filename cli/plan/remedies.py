@@ -11,7 +11,7 @@ from serve_llm.cli.plan.planner import LayoutPlan, MemoryPlan
 from serve_llm.common.errors import ServeError
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.parallel.layout import ParallelLayout
-from serve_llm.engine.worker.kv_cache import size_text
+from serve_llm.engine.worker.kv_cache import format_bytes
 
 PlanAgain = Callable[[EngineOptions, HardwareOptions, bool], MemoryPlan]
 """Plan with these options and hardware; the last argument is `states_layout` of `build_plan`. Raises ServeError."""
@@ -72,7 +72,7 @@ def describe_shortage(plan: MemoryPlan, remedies: list[Remedy]) -> str:
             f"{advice or f'use more machines{fewer}'}"
         )
     device = "machine" if config.device == "cpu" else "GPU"
-    missing = f"with {format_sizes(chosen.layout)} a {device} is short of {size_text(chosen.missing_bytes)}"
+    missing = f"with {format_sizes(chosen.layout)} a {device} is short of {format_bytes(chosen.missing_bytes)}"
     return f"it does not fit: {missing}; {advice or 'use devices with more memory'} (counted: {chosen.missing_for})"
 
 

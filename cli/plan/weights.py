@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from serve_llm.cli.plan.parameters import LinearWeight, OtherWeight, TableWeight, find_groups
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
-from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
+from serve_llm.engine.model.quantization_spec import FLOAT8, GroupQuantForm
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import (
     AnyAttentionSpec,
@@ -165,7 +165,7 @@ def _outer_linear(spec: ModelSpec, name: str, outputs: int, inputs: int, device:
     return LinearWeight(outputs, inputs, is_8_bit, groups=find_groups(form, inputs, 0, False, device))
 
 
-_Forms = frozenset[tuple[str, GroupedForm | None]]  # linear layers, such as "ffn.down", that differ from the others
+_Forms = frozenset[tuple[str, GroupQuantForm | None]]  # linear layers, such as "ffn.down", that differ from the others
 
 
 def _forms_by_layer(spec: ModelSpec) -> dict[int, _Forms]:
@@ -199,9 +199,9 @@ class _LayerWeights:
     device: str
     quantised: bool
     excluded: frozenset[str]  # linear layers that are not quantised
-    default_form: GroupedForm | None
-    other_forms: Mapping[str, GroupedForm | None]  # by linear layer
-    expert_form: GroupedForm | None  # default for experts
+    default_form: GroupQuantForm | None
+    other_forms: Mapping[str, GroupQuantForm | None]  # by linear layer
+    expert_form: GroupQuantForm | None  # default for experts
     begins_anew: bool  # whether a rank's share begins at the start of a group
 
     def list_weights(self, layer: LayerSpec) -> Iterator[LinearWeight | OtherWeight]:
@@ -209,7 +209,7 @@ class _LayerWeights:
         yield _norm(layer.norm, num_norms * self.hidden_size)
         if isinstance(layer.attention, MLASpec):
             yield from self._list_mla(layer.attention)
-        elif isinstance(layer.attention, DeltaNetSpec):
+        elif isinstance(layer.attention, GatedDeltaNetSpec):
             yield from self._list_delta_net(layer.attention)
         else:
             yield from self._list_attention(layer.attention)
@@ -242,7 +242,7 @@ class _LayerWeights:
         if attention.alibi_slopes is not None:
             yield OtherWeight(len(head_share.heads), float32=True, in_checkpoint=False)
 
-    def _list_delta_net(self, mixer: DeltaNetSpec) -> Iterator[LinearWeight | OtherWeight]:
+    def _list_delta_net(self, mixer: GatedDeltaNetSpec) -> Iterator[LinearWeight | OtherWeight]:
         head_share = self.shard.attention(mixer)
         heads = len(head_share.heads)
         key_heads = len(head_share.kv_heads)
@@ -308,7 +308,7 @@ class _LayerWeights:
             yield from self._list_mlp("ffn.shared", moe.shared_expert, shared_columns, is_first)
 
     def _output(self, inputs: range, attention: AnyAttentionSpec) -> LinearWeight:
-        if isinstance(attention, DeltaNetSpec):
+        if isinstance(attention, GatedDeltaNetSpec):
             bias = False
             size = attention.value_dim
         elif isinstance(attention, MLASpec):
@@ -335,7 +335,7 @@ class _LayerWeights:
         is_8_bit = self.quantised and name not in self.excluded
         return LinearWeight(outputs, len(inputs), is_8_bit, bias, groups=groups)
 
-    def _find_form(self, name: str) -> GroupedForm | None:
+    def _find_form(self, name: str) -> GroupQuantForm | None:
         default = self.expert_form if name.startswith("ffn.experts.") else self.default_form
         return self.other_forms.get(name, default)
 

@@ -10,7 +10,7 @@ from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed.messages import CacheReady, LoadDone
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 
 StepResult = Sequence[RunnerOutput]
 
@@ -19,7 +19,7 @@ class Executor(Protocol):
     """Runs steps on all ranks, in order. Each result is a future, so that several steps can be in flight."""
 
     depth: int  # most steps in flight
-    layout: CacheLayout  # agreed by all ranks
+    layout: KVCacheConfig  # agreed by all ranks
     hosts: Sequence[str] = ()  # name of each rank's host
     host_memory: Sequence[HostMemory] = ()  # offload slots of the ranks that hold KV, if blocks are offloaded
 
@@ -47,7 +47,7 @@ class Executor(Protocol):
         """Stop the workers. Idempotent."""
 
 
-class Workers(Protocol):
+class ExecutorBuilder(Protocol):
     """The workers of one starting engine, after they have joined their process groups."""
 
     def load(self) -> list[LoadDone]:
@@ -56,14 +56,14 @@ class Workers(Protocol):
     def allocate_cache(self, num_blocks: int, num_slots: int) -> list[CacheReady]:
         """Allocate the KV cache on all ranks, and slots of host memory."""
 
-    def build_executor(self, layout: CacheLayout) -> Executor:
+    def build_executor(self, layout: KVCacheConfig) -> Executor:
         """Build the executor, which then owns the workers. layout: that of the rank with the largest blocks."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the workers if there will be no executor. error: the reason."""
 
 
-class SyncedExecutor(Executor):
+class DPSyncExecutor(Executor):
     """Runs each step together with other engines that hold some of the experts of this one."""
 
     def __init__(self, executor: Executor, sync: DPStepSync) -> None:

@@ -17,7 +17,7 @@ from serve_llm.engine.distributed.multihost.leader import DOWNLOAD_SECONDS, JOIN
 from serve_llm.engine.distributed.worker_group import START_SECONDS
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.shm import ShmHandle
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 RING_BYTES = 1 << 20  # size of a rank's ring in its group
 
@@ -40,7 +40,7 @@ class ExpertParallelGroups:
         self.address = address
         self.sync = sync
         self._on_gpus = config.device != "cpu"
-        self._rings: list[Ring | None] = []
+        self._rings: list[ShmRingBuffer | None] = []
         self._store: object = None
 
     def join(self, host_ids: Sequence[str], check: Callable[[], object] = lambda: None) -> list[ExpertGroupSetup]:
@@ -51,7 +51,7 @@ class ExpertParallelGroups:
         """
         here = host_id()
         self._rings = [
-            Ring.create(self.sync.engines - 1, RING_BYTES) if host == here and not self._on_gpus else None
+            ShmRingBuffer.create(self.sync.engines - 1, RING_BYTES) if host == here and not self._on_gpus else None
             for host in host_ids
         ]
         rings = [ring.memory.handle if ring else None for ring in self._rings]

@@ -7,29 +7,29 @@ from concurrent.futures import Future
 from serve_llm.common.hosts import host_id
 from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
-from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
+from serve_llm.engine.distributed.executor import Executor, ExecutorBuilder, StepResult
 from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
 from serve_llm.engine.distributed.messages import LOOPBACK, CacheReady, ExpertGroupSetup, LoadDone
 from serve_llm.engine.distributed.process_groups import build_expert_group
-from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard, build_rank_shard
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.transformers_spec import TransformersSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.output import MaskSource, SchedulerOutput
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.worker import Worker
 
 
-class LocalWorker(Workers):
+class InProcessExecutorBuilder(ExecutorBuilder):
     """The one rank, in this process."""
 
     def __init__(
         self,
         config: Config,
-        spec: ModelSpec | PretrainedSpec,
+        spec: ModelSpec | TransformersSpec,
         weights: WeightMap | None,
         expert_groups: ExpertParallelGroups | None,
     ) -> None:
@@ -54,7 +54,7 @@ class LocalWorker(Workers):
             return value
 
         groups = ProcessGroups(local_ranks=config.engines_on_host(0), experts=experts, wait_for_all=wait_for_all)
-        if isinstance(self._spec, PretrainedSpec):
+        if isinstance(self._spec, TransformersSpec):
             shard = Shard(ParallelLayout(), 0, self._spec.layers)
         else:
             shard = build_rank_shard(self._spec, config, 0)
@@ -67,7 +67,7 @@ class LocalWorker(Workers):
         layout = self._worker.allocate(num_blocks, num_slots)
         return [CacheReady(layout, self._worker.host_memory)]
 
-    def build_executor(self, layout: CacheLayout) -> InProcessExecutor:
+    def build_executor(self, layout: KVCacheConfig) -> InProcessExecutor:
         assert self._worker is not None, "load first"
         return InProcessExecutor(self._config, self._worker, layout, self._expert_groups)
 
@@ -94,7 +94,7 @@ class LocalStepFuture(Future[StepResult]):
 class InProcessExecutor(Executor):
     """Runs steps on one worker in this process."""
 
-    def __init__(self, config: Config, worker: Worker, layout: CacheLayout, shared_memory: object = None) -> None:
+    def __init__(self, config: Config, worker: Worker, layout: KVCacheConfig, shared_memory: object = None) -> None:
         """shared_memory: kept alive for other engines."""
         self.depth = 2 if config.async_scheduling else 1
         self.layout = layout

@@ -26,8 +26,8 @@ from serve_llm.common.messages import Failed
 from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.parallel.shm import ShmHandle
-from serve_llm.engine.worker.cpu_threads import Threads
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+from serve_llm.engine.worker.cpu_threads import CpuThreads
+from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 
 LOAD_SECONDS = 3600.0  # time to load weights, possibly over a slow network
 LOOPBACK = "127.0.0.1"  # address if all ranks are on one host
@@ -55,13 +55,13 @@ class GroupsReady(msgspec.Struct, tag=True, frozen=True):
 class LoadDone(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int  # KV cache blocks that this rank has memory for
     weight_bytes: int
-    threads: Threads
+    threads: CpuThreads
     num_slots: int = 0  # blocks that --kv-offload-memory holds here
     host: str = msgspec.field(default_factory=socket.gethostname)  # name of the rank's host for log and error messages
 
 
 class CacheReady(msgspec.Struct, tag=True, frozen=True):
-    layout: CacheLayout
+    layout: KVCacheConfig
     host_memory: HostMemory | None = None  # see `Worker.host_memory`
 
 

@@ -21,7 +21,7 @@ from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.adapter_sender import AdapterSender
-from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
+from serve_llm.engine.distributed.executor import Executor, ExecutorBuilder, StepResult
 from serve_llm.engine.distributed.launcher import WorkerLauncher
 from serve_llm.engine.distributed.shm_setup import RankSetup
 from serve_llm.engine.distributed.step_channels import STEP_FACTOR, STEP_SECONDS, ConnectionLost
@@ -30,7 +30,7 @@ from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 
 WARM_STEPS = 100  # after this many steps, a GPU's kernels are compiled and its usual batch sizes captured
 WARM_STEP_SECONDS = 60.0  # replaces STEP_SECONDS from then on
@@ -52,7 +52,7 @@ def connect_workers(
     model: Mapping[str, object],
     worker_group: WorkerGroup,
     join_experts: JoinExpertGroups | None,
-) -> WorkerProcesses:
+) -> MpExecutorBuilder:
     """Connect the engine and its workers with each other.
 
     model: config.json, from which `spec` was read. worker_group: closed together with the result. join_experts:
@@ -107,12 +107,12 @@ def connect_workers(
             setup.close()
         worker_group.close(error)
         raise
-    workers = WorkerProcesses(config, worker_group, setup, join_experts)
+    workers = MpExecutorBuilder(config, worker_group, setup, join_experts)
     logger.info("%s up in %.2f s", workers, time.perf_counter() - worker_group.began)
     return workers
 
 
-class WorkerProcesses(Workers):
+class MpExecutorBuilder(ExecutorBuilder):
     """Worker processes that are connected, until their executor is built."""
 
     def __init__(
@@ -139,7 +139,7 @@ class WorkerProcesses(Workers):
             self._worker_group.send(rank, messages.AllocateCache(num_blocks, num_slots))
         return self._worker_group.gather(messages.CacheReady, START_SECONDS)
 
-    def build_executor(self, layout: CacheLayout) -> MpExecutor:
+    def build_executor(self, layout: KVCacheConfig) -> MpExecutor:
         self._worker_group.watch(self._setup.close)
         return MpExecutor(self._config, self._worker_group, self._setup, layout, self._shared_memory)
 
@@ -168,7 +168,7 @@ class MpExecutor(Executor):
         config: Config,
         worker_group: WorkerGroup,
         setup: RankSetup,
-        layout: CacheLayout,
+        layout: KVCacheConfig,
         shared_memory: object = None,
     ) -> None:
         """worker_group: watched, ended by `close`. shared_memory: kept alive for other engines."""

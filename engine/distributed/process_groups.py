@@ -22,11 +22,11 @@ from serve_llm.engine.distributed.messages import (
     SetupChannels,
 )
 from serve_llm.engine.distributed.shm_setup import HostSetup
-from serve_llm.engine.parallel.groups import AllToAll, PipelineLink, ProcessGroup, ProcessGroups, SingleRankGroup
+from serve_llm.engine.parallel.groups import AllToAllGroup, PipelineLink, ProcessGroup, ProcessGroups, SingleRankGroup
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmGroup, ShmLink, build_shm_group
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -69,7 +69,7 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
 
 def build_expert_group(
     setup: ExpertGroupSetup | None, config: Config, rank: int, address: str
-) -> tuple[AllToAll, Callable[[], object]]:
+) -> tuple[AllToAllGroup, Callable[[], object]]:
     """Join the expert-parallel group: the ranks with this number in all data-parallel engines. Waits for them.
 
     address: of this host, for members on others. Returns the group, and a function that waits until all members have
@@ -77,7 +77,7 @@ def build_expert_group(
     if setup is None:
         return SingleRankGroup(), lambda: None
     if setup.rings:
-        return ShmGroup([Ring.open(ring) for ring in setup.rings], config.data_parallel_rank), lambda: None
+        return ShmGroup([ShmRingBuffer.open(ring) for ring in setup.rings], config.data_parallel_rank), lambda: None
     from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store, gather_values
 
     store = connect_store(setup.store, setup.store_port, PEER_SECONDS)
@@ -159,7 +159,7 @@ class _GroupBuilder:
             return SingleRankGroup()
         rendezvous = self._init.rendezvous
         if rendezvous is None:
-            rings = [Ring.open(ring) for ring in self._init.rings.tensor]
+            rings = [ShmRingBuffer.open(ring) for ring in self._init.rings.tensor]
             return build_shm_group(rings, self._parallel.tp_rank(self._rank))
         name = f"tensor-parallel group of stage {self._parallel.pp_rank(self._rank)}"
         hosts = [rendezvous.host_ids[rank] for rank in ranks]
@@ -196,7 +196,7 @@ class _GroupBuilder:
 
         assert self._store is not None
         tp_rank = self._parallel.tp_rank(self._rank)
-        rings = [Ring.open(ring) for ring in self._init.rings.tensor]
+        rings = [ShmRingBuffer.open(ring) for ring in self._init.rings.tensor]
         local_rank = hosts[:tp_rank].count(hosts[tp_rank])
         local = build_shm_group(rings, local_rank) if rings else SingleRankGroup()
         if len(set(hosts)) == 1:
@@ -207,7 +207,7 @@ class _GroupBuilder:
         """Build the link to or from rank `other`; None if there is no such rank. handle: of its ring on the same
         host."""
         if handle is not None:
-            return ShmLink(Ring.open(handle), self._dtype)
+            return ShmLink(ShmRingBuffer.open(handle), self._dtype)
         if not 0 <= other < self._parallel.size:
             return None
         from serve_llm.engine.parallel.torch_group import TorchGroup

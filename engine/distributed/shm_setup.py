@@ -18,9 +18,14 @@ from serve_llm.engine.distributed.messages import (
     StepRings,
     StepsUrl,
 )
-from serve_llm.engine.distributed.step_channels import RingSteps, SocketSteps, SpanningSteps, StepChannel
+from serve_llm.engine.distributed.step_channels import (
+    MultiHostStepChannel,
+    ShmStepChannel,
+    SocketStepChannel,
+    StepChannel,
+)
 from serve_llm.engine.parallel.layout import ParallelLayout
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 MESSAGE_BYTES = 1 << 20  # size of a ring for steps or results; longer messages are sent in pieces
 GROUP_BYTES = 1 << 20  # size of a rank's ring in its group: half of it stays in a core's cache
@@ -36,15 +41,15 @@ class HostSetup:
         """step_bytes: the most that a step sends between stages; a link holds as many steps as are in flight."""
         self._parallel = parallel
         self._ranks = ranks
-        self._group_rings: dict[int, Ring] = {}
-        self._link_rings: dict[int, Ring] = {}  # by the sending rank
+        self._group_rings: dict[int, ShmRingBuffer] = {}
+        self._link_rings: dict[int, ShmRingBuffer] = {}  # by the sending rank
         link_bytes = min(max(step_bytes * parallel.pp_size, MIN_LINK_BYTES), MAX_LINK_BYTES)
         for rank in ranks:
             num_readers = len(self._local_tp_group(rank)) - 1
             if num_readers > 0:
-                self._group_rings[rank] = Ring.create(num_readers, GROUP_BYTES)
+                self._group_rings[rank] = ShmRingBuffer.create(num_readers, GROUP_BYTES)
             if rank + parallel.tp_size in ranks:
-                self._link_rings[rank] = Ring.create(1, link_bytes)
+                self._link_rings[rank] = ShmRingBuffer.create(1, link_bytes)
 
     def _local_tp_group(self, rank: int) -> list[int]:
         """The ranks of its tensor-parallel group on this host, including itself."""
@@ -92,14 +97,16 @@ class RankSetup:
         self._remote = [rank for rank, host in enumerate(host_ids) if host != engine_host_id]
         self._host = HostSetup(parallel, [] if on_gpus else self._local, step_bytes)
         self._rings = {rank: self._host.rings(rank) for rank in self._local}
-        self._step_rings: RingSteps | None = None
-        self._step_socket: SocketSteps | None = None
+        self._step_rings: ShmStepChannel | None = None
+        self._step_socket: SocketStepChannel | None = None
         self.rendezvous: Rendezvous | None = None
         if self._local:
-            self._step_rings = RingSteps(Ring.create(len(self._local), MESSAGE_BYTES), Ring.create(1, MESSAGE_BYTES))
+            self._step_rings = ShmStepChannel(
+                ShmRingBuffer.create(len(self._local), MESSAGE_BYTES), ShmRingBuffer.create(1, MESSAGE_BYTES)
+            )
         if self._remote:
             assert endpoint is not None, "ranks on other hosts need an address to connect to"
-            self._step_socket = SocketSteps(endpoint, self._remote)
+            self._step_socket = SocketStepChannel(endpoint, self._remote)
 
     @property
     def needs_store(self) -> bool:
@@ -117,7 +124,7 @@ class RankSetup:
         if self._step_socket is None:
             assert self._step_rings is not None, "there is at least one rank"
             return self._step_rings
-        return SpanningSteps(self._step_rings, self._step_socket, self._parallel.output_rank in self._local)
+        return MultiHostStepChannel(self._step_rings, self._step_socket, self._parallel.output_rank in self._local)
 
     @property
     def has_remote_ranks(self) -> bool:

@@ -17,7 +17,7 @@ import zmq
 from serve_llm.common.curve_zmq import Endpoint, create_dealer, send
 from serve_llm.common.errors import EngineError
 from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 POLL_SECONDS = 0.1  # between two checks whether the channel has been closed
 STEP_SECONDS = 300.0  # limit for the result of a step; a large prompt on a CPU takes many seconds
@@ -48,7 +48,7 @@ class StepChannel(Protocol):
         """End all waits, here and in the ranks on this host, which then exit. Safe to call from any thread."""
 
 
-class StepSource(Protocol):
+class StepReceiver(Protocol):
     """A rank's end. `receive` and `answer` raise ChannelClosed when the engine has closed the channel."""
 
     @property
@@ -61,10 +61,10 @@ class StepSource(Protocol):
     def answer(self, message: bytes) -> None: ...
 
 
-class RingSteps:
+class ShmStepChannel:
     """See `StepChannel`: the engine writes the ring `steps`, the rank that samples writes `answers`."""
 
-    def __init__(self, steps: Ring, answers: Ring) -> None:
+    def __init__(self, steps: ShmRingBuffer, answers: ShmRingBuffer) -> None:
         self._rings = (steps, answers)
         self._steps = steps.writer()
         self._answers = answers.reader(0)
@@ -92,10 +92,10 @@ class RingSteps:
             ring.close()
 
 
-class RingSource:
-    """See `StepSource`."""
+class ShmStepReceiver:
+    """See `StepReceiver`."""
 
-    def __init__(self, steps: Ring, reader: int, answers: Ring | None) -> None:
+    def __init__(self, steps: ShmRingBuffer, reader: int, answers: ShmRingBuffer | None) -> None:
         self._steps = steps.reader(reader)
         self._answers = answers.writer() if answers is not None else None
 
@@ -111,7 +111,7 @@ class RingSource:
         self._answers.send(message)
 
 
-class SocketSteps:
+class SocketStepChannel:
     """The engine's end for ranks on other hosts: one connection each, all on one socket of the engine's thread."""
 
     def __init__(self, endpoint: Endpoint, ranks: Sequence[int]) -> None:
@@ -156,14 +156,14 @@ class SocketSteps:
         self._closed.set()
 
 
-class SpanningSteps:
+class MultiHostStepChannel:
     """See `StepChannel`: ranks on this host by rings, ranks on others by the socket."""
 
-    def __init__(self, local: RingSteps | None, remote: SocketSteps, answers_here: bool) -> None:
+    def __init__(self, local: ShmStepChannel | None, remote: SocketStepChannel, answers_here: bool) -> None:
         """local: None if no rank runs on this host."""
         self._local = local
         self._remote = remote
-        self._answers: RingSteps | SocketSteps = local if local is not None and answers_here else remote
+        self._answers: ShmStepChannel | SocketStepChannel = local if local is not None and answers_here else remote
 
     def send(self, message: bytes, seconds: float = STEP_SECONDS, remote_message: bytes | None = None) -> None:
         self._remote.send(
@@ -181,8 +181,8 @@ class SpanningSteps:
             self._local.close()
 
 
-class SocketSource:
-    """See `StepSource`: for a rank on another host than the engine. Its launcher ends it when the engine is gone."""
+class SocketStepReceiver:
+    """See `StepReceiver`: for a rank on another host than the engine. Its launcher ends it when the engine is gone."""
 
     def __init__(self, url: str, secret: str, rank: int) -> None:
         self._socket = create_dealer(zmq.Context.instance(), url, secret)

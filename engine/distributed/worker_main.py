@@ -30,11 +30,11 @@ from serve_llm.common.messages import Failed
 from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.launcher import SECRET_VARIABLE
-from serve_llm.engine.distributed.step_channels import RingSource, SocketSource, StepSource
+from serve_llm.engine.distributed.step_channels import ShmStepReceiver, SocketStepReceiver, StepReceiver
 from serve_llm.engine.gpu_software import explain_unusable_gpus, read_gpu_software
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm import ChannelClosed
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 if TYPE_CHECKING:
     from serve_llm.engine.worker.pending_step import PendingStep
@@ -132,15 +132,15 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
 
 def open_step_source(
     connection: ControlConnection, rank: int, steps: messages.StepRings | messages.StepsUrl
-) -> StepSource:
+) -> StepReceiver:
     """This rank's end of the step channel."""
     if isinstance(steps, messages.StepsUrl):
-        return SocketSource(steps.url, connection.secret, rank)
-    answers = Ring.open(steps.answers) if steps.answers is not None else None
-    return RingSource(Ring.open(steps.steps), steps.reader, answers)
+        return SocketStepReceiver(steps.url, connection.secret, rank)
+    answers = ShmRingBuffer.open(steps.answers) if steps.answers is not None else None
+    return ShmStepReceiver(ShmRingBuffer.open(steps.steps), steps.reader, answers)
 
 
-def run_steps(worker: Worker, source: StepSource, answers: bool, report: Callable[[EPLBStats], None]) -> None:
+def run_steps(worker: Worker, source: StepReceiver, answers: bool, report: Callable[[EPLBStats], None]) -> None:
     """Compute steps until the channel is closed, which raises ChannelClosed. On a GPU, the next step starts while the
     previous one is computed. answers: whether this rank sends results. report: called after experts were placed."""
     import msgspec

@@ -15,7 +15,7 @@ from serve_llm.engine.draft_model.draft_sequences import DraftSequence, DraftSeq
 from serve_llm.engine.scheduler.output import SchedulerOutput
 from serve_llm.engine.scheduler.policy import CPU_STEP_SECONDS, TokenBudget
 from serve_llm.engine.scheduler.sequence import Sequence
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.worker import Worker
 
 STEP_WEIGHT = 0.1  # weight of the latest step in `step_seconds`
@@ -23,7 +23,7 @@ MOST_NEW_IDS = 2  # per request, in a step that takes as long as one more draft
 
 
 class DraftModel:
-    """See `BatchDraftSource`. Use it only in the engine's thread."""
+    """See `BatchDraftProposer`. Use it only in the engine's thread."""
 
     keeps_guesses = True  # see `DraftSequences`
 
@@ -31,7 +31,7 @@ class DraftModel:
         self,
         config: Config,
         worker: Worker,
-        layout: CacheLayout,
+        layout: KVCacheConfig,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from serve_llm.common.types import Sampling
 from serve_llm.engine.scheduler.block_pool import BlockPool
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
-from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence
+from serve_llm.engine.scheduler.sequence import RELEASED, KVCacheSpec, Sequence
 
 UNLIMITED = 1 << 62  # max_tokens: the scheduler enforces the request's own limits
 
@@ -42,7 +42,7 @@ class DraftSequences:
     """All requests that the draft model follows, least recently followed first."""
 
     def __init__(
-        self, groups: Items[GroupLayout], num_blocks: int, max_num_seqs: int, keeps_guesses: bool = True
+        self, groups: Items[KVCacheSpec], num_blocks: int, max_num_seqs: int, keeps_guesses: bool = True
     ) -> None:
         """keeps_guesses: results computed for drafts stay valid when the drafts are confirmed."""
         self._keeps_guesses = keeps_guesses

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.draft_model.resolve import DraftModelConfig
-from serve_llm.engine.model.build import ModelBuilder, Part, WeightLoader
+from serve_llm.engine.model.build import ModelBuilder, WeightLoader, WeightSlice
 from serve_llm.engine.model.eagle_head import EagleHead, build_eagle_head
 from serve_llm.engine.model.shard import build_rank_shard
 from serve_llm.engine.model.weight_map import WeightRule
@@ -113,7 +113,9 @@ def _read_target_ids(checkpoint: AnyCheckpoint, draft: DraftModelConfig) -> Tens
 
 
 def _with_embedding(own: WeightLoader, served: WeightLoader) -> WeightLoader:
-    def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def load(
+        name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         return (served if name == EMBEDDING else own)(name, shape, part, dtype)
 
     return load

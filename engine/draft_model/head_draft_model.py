@@ -22,7 +22,7 @@ from serve_llm.engine.draft_model.draft_head import DraftHead
 from serve_llm.engine.draft_model.draft_model import DraftModel
 from serve_llm.engine.draft_model.draft_sequences import DraftSequence
 from serve_llm.engine.scheduler.sequence import Sequence
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.worker import Worker
 
 MOST_WAITING = 64  # waiting states per request; larger amounts are computed at once
@@ -47,7 +47,7 @@ class WaitingStates:
 
 
 class HeadDraftModel(DraftModel):
-    """See `BatchDraftSource`. Use it only in the engine's thread."""
+    """See `BatchDraftProposer`. Use it only in the engine's thread."""
 
     keeps_guesses = False
 
@@ -55,7 +55,7 @@ class HeadDraftModel(DraftModel):
         self,
         config: Config,
         worker: Worker,
-        layout: CacheLayout,
+        layout: KVCacheConfig,
         vocab_size: int,
         head: DraftHead,
         clock: Callable[[], float] | None = None,

@@ -54,8 +54,8 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
         "Draft model" if draft.mtp is None else "MTP layer of",
         config.directory,
         draft.spec.architecture,
-        kv_cache.size_text(worker.weight_bytes),
-        kv_cache.size_text(layout.num_bytes),
+        kv_cache.format_bytes(worker.weight_bytes),
+        kv_cache.format_bytes(layout.num_bytes),
         f"{tokens:,}",
     )
     if heads:

@@ -27,7 +27,7 @@ NAME = "serve_llm"  # name under which our attention is registered in transforme
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The arguments of one layer's call of the attention function."""
 
     module: nn.Module
@@ -41,10 +41,10 @@ class Call:
     others: Mapping[str, object]  # ignored; the probe checks that they have no effect
 
 
-class Attends(Protocol):
+class AttentionStep(Protocol):
     """A running step."""
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """The attention of one layer: (tokens, heads, value's dim) of the query's dtype."""
         ...
 
@@ -56,7 +56,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    step: Attends | None = None,
+    step: AttentionStep | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -67,7 +67,7 @@ def attend(
     if step is None:
         raise TypeError("the model does not pass arguments of forward on to attention functions")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(module, query[0], key[0], value[0], attention_mask, scale, softcap, s_aux, others)
+    call = AttentionCall(module, query[0], key[0], value[0], attention_mask, scale, softcap, s_aux, others)
     return step.attend(call).unsqueeze(0).contiguous(), None
 
 
@@ -92,7 +92,7 @@ def kv_groups(attention_shapes: Sequence[AttentionShape]) -> tuple[KVGroup, ...]
     return tuple(KVGroup(tuple(layers), *key) for key, layers in members.items())
 
 
-class PretrainedDecoder:
+class TransformersDecoder:
     """See `Decoder`: ids and cached keys and values in, hidden rows and logits out."""
 
     capturable = False  # transformers' code may read back from the device
@@ -107,7 +107,7 @@ class PretrainedDecoder:
         kernels: Kernels,
         dtype: torch.dtype,
     ) -> None:
-        """body, head: as `take_apart` gives them, on their device. attention_shapes: by module that calls
+        """body, head: as `split_model` gives them, on their device. attention_shapes: by module that calls
         attention, in order. dtype: the model's and its cache's."""
         body.set_attn_implementation(NAME)
         self._body = body
@@ -130,7 +130,7 @@ class PretrainedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder.logits`."""
-        return logits_of(self._head, hidden)
+        return compute_logits(self._head, hidden)
 
     def receive(self, num_tokens: int) -> Tensor | None:
         """See `Decoder.receive`: there is one stage."""
@@ -148,19 +148,19 @@ class PretrainedDecoder:
         """See `Decoder.run_without_tokens`: this model has no experts that other engines use."""
 
 
-def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """head: as `take_apart` gives it. hidden: (rows, width) -> (rows, vocabulary)."""
+def compute_logits(head: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """head: as `split_model` gives it. hidden: (rows, width) -> (rows, vocabulary)."""
     logits: Tensor = head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
     return logits
 
 
 @dataclass(frozen=True)
 class _StepContext:
-    decoder: PretrainedDecoder
+    decoder: TransformersDecoder
     inputs: StepInputs
     caches: Sequence[Tensor]
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         decoder = self.decoder
         inputs = self.inputs
         shape = decoder.attention_shapes[call.module]
@@ -186,7 +186,7 @@ class _StepContext:
         return mixed[..., :value_dim].to(call.query.dtype)
 
 
-def take_apart(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+def split_model(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Split a model into its layers and the head that computes logits from their output. The head is the same model
     with layers that return their `inputs_embeds`."""
     body: PreTrainedModel = model.base_model

@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from serve_llm.common.errors import ModelError, OptionError, UnsupportedModel
 from serve_llm.common.gguf.checkpoint import LINK
 from serve_llm.engine.hf_backend import probe
-from serve_llm.engine.hf_backend.decoder import PretrainedDecoder, pack_linears
-from serve_llm.engine.model.pretrained_spec import PretrainedSpec
+from serve_llm.engine.hf_backend.decoder import TransformersDecoder, pack_linears
+from serve_llm.engine.model.transformers_spec import TransformersSpec
 from serve_llm.engine.weights.load import refuse_unavailable_backend
 from serve_llm.kernels.backends.backend import AttentionForm
 from serve_llm.kernels.registry import choose
@@ -26,7 +26,7 @@ from serve_llm.kernels.registry import choose
 logger = logging.getLogger(__name__)
 
 
-def read_pretrained(directory: Path, max_model_len: int | None) -> PretrainedSpec:
+def read_transformers_spec(directory: Path, max_model_len: int | None) -> TransformersSpec:
     """Read config.json. max_model_len: the option as given.
 
     Raises UnsupportedModel for a model that cannot be served this way, if that is known before weights are read;
@@ -50,7 +50,7 @@ def read_pretrained(directory: Path, max_model_len: int | None) -> PretrainedSpe
     if longest is None:
         raise OptionError("--max-model-len: config.json does not say how long a sequence may be; give it")
     _check_rope(text, max_model_len or longest)
-    return PretrainedSpec(
+    return TransformersSpec(
         architecture=kind.__name__,
         vocab_size=text.vocab_size,
         max_position=longest,
@@ -59,9 +59,9 @@ def read_pretrained(directory: Path, max_model_len: int | None) -> PretrainedSpe
     )
 
 
-def load_pretrained(
+def load_transformers_model(
     directory: Path,
-    spec: PretrainedSpec,
+    spec: TransformersSpec,
     *,
     max_model_len: int,
     dtype: torch.dtype,
@@ -70,7 +70,7 @@ def load_pretrained(
     seed: int = 0,
     attention_backend: str = "auto",
     cache_dtype: torch.dtype | None = None,
-) -> PretrainedDecoder:
+) -> TransformersDecoder:
     """The model with weights of `dtype` on `device`. load_format, seed: see `weights.load.load_model`.
     attention_backend, cache_dtype: see `kernels.registry.choose`.
 
@@ -102,7 +102,7 @@ def load_pretrained(
         )
     for part in (result.body, result.head):
         pack_linears(part, result.linears, kernels, dtype)
-    return PretrainedDecoder(result.body, result.head, result.attention_shapes, kernels, dtype)
+    return TransformersDecoder(result.body, result.head, result.attention_shapes, kernels, dtype)
 
 
 def _config(directory: Path) -> PreTrainedConfig:

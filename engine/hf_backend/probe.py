@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from serve_llm.common.errors import UnsupportedModel
-from serve_llm.engine.hf_backend.decoder import AttentionShape, Call, attend, logits_of, take_apart
+from serve_llm.engine.hf_backend.decoder import AttentionCall, AttentionShape, attend, compute_logits, split_model
 
 NAME = "serve_llm_trial"  # the same attention function, with a mask function that finds the window
 LONGEST = 1 << 20  # positions for which masks are evaluated
@@ -63,13 +63,13 @@ AttentionMaskInterface.register(NAME, note_mask)
 
 
 class _Probe:
-    """The step of a probe run. See `decoder.Attends`."""
+    """The step of a probe run. See `decoder.AttentionStep`."""
 
     def __init__(self, max_model_len: int) -> None:
         self.attention_shapes: dict[nn.Module, AttentionShape] = {}
         self._max_model_len = max_model_len
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         heads, _, head_dim = call.query.shape
         kv_heads = call.key.shape[0]
         if call.module in self.attention_shapes:
@@ -101,8 +101,8 @@ def _is_set(value: object) -> bool:
 class ProbeResult:
     """A model that can be served.
 
-    body, head: see `take_apart`. attention_shapes: by module that calls attention, in order of the calls. linears: weak
-    references to the linear layers that are called; code may read the weights of others, so they are not packed.
+    body, head: see `split_model`. attention_shapes: by module that calls attention, in order of the calls. linears:
+    weak references to the linear layers that are called; code may read the weights of others, so they are not packed.
     """
 
     body: PreTrainedModel
@@ -113,7 +113,8 @@ class ProbeResult:
 
 @torch.inference_mode()
 def probe_model(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> ProbeResult:
-    """Check that the model can be served. model: on its device, with the attention NAME; `take_apart` is applied to it.
+    """Check that the model can be served. model: on its device, with the attention NAME; `split_model` is applied to
+    it.
 
     Raises UnsupportedModel if it cannot be served faithfully.
     """
@@ -150,7 +151,7 @@ def _probe(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Probe
         return rows, step.attention_shapes
 
     logits, _ = run(model, ids, positions)
-    body, head = take_apart(model)
+    body, head = split_model(model)
     if body is head:
         raise _ProbeRejection("its layers are not apart from its head")
     hidden, attention_shapes = run(body, ids, positions)
@@ -167,7 +168,7 @@ def _probe(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Probe
         )
     if _differ(hidden, without_positions, tolerance):
         raise _ProbeRejection("it does not count a sequence's positions as 0, 1, 2, ...")
-    if logits.shape[1] != vocab_size or _differ(logits, logits_of(head, hidden), tolerance):
+    if logits.shape[1] != vocab_size or _differ(logits, compute_logits(head, hidden), tolerance):
         raise _ProbeRejection("its logits do not depend on its last hidden states alone, or some id has none")
     for hook in hooks:
         hook.remove()

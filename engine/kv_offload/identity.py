@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from serve_llm.engine.config import Config
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 from serve_llm.kernels.cpu import library
 
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".json")  # files from which a model is read
@@ -42,7 +42,7 @@ IRRELEVANT = (
 )
 
 
-def find_identity(config: Config, layout: CacheLayout, memory: Sequence[HostMemory], digests: Path) -> str:
+def find_identity(config: Config, layout: KVCacheConfig, memory: Sequence[HostMemory], digests: Path) -> str:
     """Hash the checkpoint's files, the settings, the block layout, the versions and the instruction set.
 
     memory: of the ranks. digests: a directory that caches the hashes of files, because reading all weights takes a

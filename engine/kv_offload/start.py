@@ -9,12 +9,12 @@ from pathlib import Path
 from serve_llm.common.errors import OptionError
 from serve_llm.engine.config import Config
 from serve_llm.engine.kv_offload.disk_store import DiskBlockStore
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 
 SHARE_OF_FREE = 0.5  # share of the disk's free bytes for blocks without --kv-offload-dir-size
 
 
-def open_store(config: Config, layout: CacheLayout, memory: Sequence[HostMemory]) -> DiskBlockStore | None:
+def open_store(config: Config, layout: KVCacheConfig, memory: Sequence[HostMemory]) -> DiskBlockStore | None:
     """Return None if no blocks go to disk. memory: the slots of the ranks. Raises OptionError for a bad directory."""
     if config.kv_offload_dir is None or not memory:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.build import Forward, ModelBuilder, WeightSlice
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import AttentionSpec, NormSpec
@@ -151,7 +151,7 @@ def build_attention(
         query_weight = builder.rms_norm_weight("q_norm", spec.qk_norm, spec.head_dim)
         key_weight = builder.rms_norm_weight("k_norm", spec.qk_norm, spec.head_dim)
         qk_norm = HeadNorms(query_weight, key_weight, spec.qk_norm.eps)
-    sinks = builder.parameter("sinks", spec.num_heads, part=Part(0, share.heads)) if spec.sinks else None
+    sinks = builder.parameter("sinks", spec.num_heads, part=WeightSlice(0, share.heads)) if spec.sinks else None
     alibi_slopes = None
     if spec.alibi_slopes is not None:
         own_slopes = spec.alibi_slopes[share.heads.start : share.heads.stop]
@@ -199,7 +199,7 @@ def build_attention(
 def build_cache_scales(kinds: str, num_kv_heads: int, kv_heads: range, builder: ModelBuilder) -> Tensor:
     """(kinds, own KV heads): see `kernels.attention.write_cache`. kinds: "k" and, unless they are a part of the keys,
     "v"."""
-    scales = [builder.parameter(f"{kind}_cache_scale", num_kv_heads, part=Part(0, kv_heads)) for kind in kinds]
+    scales = [builder.parameter(f"{kind}_cache_scale", num_kv_heads, part=WeightSlice(0, kv_heads)) for kind in kinds]
     return torch.stack(scales)
 
 
@@ -248,8 +248,8 @@ def _with_projection_norms(
 
     def build_parameter(kind: str) -> Tensor:
         """Load the weights of the norms of queries and keys together."""
-        query_part = builder.parameter(f"q_norm.{kind}", query_size, part=Part(0, queries))
-        return torch.cat([query_part, builder.parameter(f"k_norm.{kind}", key_size, part=Part(0, keys))])
+        query_part = builder.parameter(f"q_norm.{kind}", query_size, part=WeightSlice(0, queries))
+        return torch.cat([query_part, builder.parameter(f"k_norm.{kind}", key_size, part=WeightSlice(0, keys))])
 
     weight = build_parameter("weight")
     bias = build_parameter("bias") if norm.has_bias else None

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from serve_llm.engine.model.lora import LoRAExperts, LoRALayers, LoRAPart, Reorder
 from serve_llm.engine.model.norm import LayerNorm, Norm, RMSNorm
-from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
+from serve_llm.engine.model.quantization_spec import FLOAT8, GroupQuantForm, GroupQuantSpec, Int8Spec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import NormSpec
 from serve_llm.engine.model.tree import ModelTree
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.quantization import fp8, int4
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight, merge_rows
+from serve_llm.kernels.linear_grouped import GroupQuantWeight, merge_rows
 from serve_llm.kernels.moe import Experts
 from serve_llm.kernels.registry import Kernels
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 Forward = Callable[[Tensor], Tensor]  # (tokens, inputs) -> (tokens, outputs)
 
 
-class Part(NamedTuple):
+class WeightSlice(NamedTuple):
     """A range of rows (dimension 0) or columns (dimension 1) of a parameter; may be empty."""
 
     dimension: int
@@ -46,7 +46,7 @@ class WeightLoader(Protocol):
     """Reads parameters by name."""
 
     def __call__(
-        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+        self, name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return a parameter, or only `part` of it, on the model's device.
 
@@ -56,16 +56,16 @@ class WeightLoader(Protocol):
         """
 
 
-class GroupedWeightLoader(Protocol):
+class GroupQuantWeightLoader(Protocol):
     """Reads weights of linear layers that a checkpoint stores as integers."""
 
-    def __call__(self, name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
+    def __call__(self, name: str, shape: tuple[int, int], part: WeightSlice) -> GroupQuantWeight | None:
         """Return `part` of a weight on the model's device, or None if it is not stored as integers or cannot be kept
         so, for instance because groups are not of neighbouring inputs. `WeightLoader` reads such weights."""
 
 
-def load_no_groups(name: str, shape: tuple[int, int], part: Part) -> None:
-    """A `GroupedWeightLoader` for checkpoints without integer weights."""
+def load_no_groups(name: str, shape: tuple[int, int], part: WeightSlice) -> None:
+    """A `GroupQuantWeightLoader` for checkpoints without integer weights."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class ModelBuilder:
     groups: ProcessGroups
     int8: Int8Spec | None = None
     fp8: bool = False  # quantise all linear layers to fp8; excludes int8
-    grouped: GroupedSpec | None = None  # excludes int8 and fp8
-    load_grouped: GroupedWeightLoader = load_no_groups
+    grouped: GroupQuantSpec | None = None  # excludes int8 and fp8
+    load_grouped: GroupQuantWeightLoader = load_no_groups
     dtype: torch.dtype = torch.float32  # the model's
     device: torch.device = CPU  # the model's
     lora: LoRALayers | None = None  # where linear layers that adapters can change are recorded
@@ -95,11 +95,11 @@ class ModelBuilder:
         """A builder that passes the name and tensor of every loaded parameter through `reorder`."""
 
         def load(
-            name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+            name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
         ) -> Tensor:
             return reorder(name, self.load(name, shape, part, dtype))
 
-        def load_grouped(name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
+        def load_grouped(name: str, shape: tuple[int, int], part: WeightSlice) -> GroupQuantWeight | None:
             weight = self.load_grouped(name, shape, part)
             return None if weight is None else weight.map_rows(lambda tensor: reorder(name, tensor))
 
@@ -114,19 +114,19 @@ class ModelBuilder:
         builder = replace(self, lora_experts=lora_experts, lora=None if lora_experts is None else self.lora)
         if not self.fp8:
             return builder
-        return replace(builder, fp8=False, grouped=GroupedSpec(in_checkpoint=False, default=FLOAT8))
+        return replace(builder, fp8=False, grouped=GroupQuantSpec(in_checkpoint=False, default=FLOAT8))
 
     def describe(self, description: str) -> None:
         """Record what this builder's part is."""
         self.tree.add(self.prefix.removesuffix("."), description)
 
-    def parameter(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+    def parameter(self, name: str, *shape: int, part: WeightSlice | None = None) -> Tensor:
         """A parameter that is used unchanged. shape: of the whole."""
         tensor = self._load_copy(name, shape, part)
         self.describe_share(name, tensor, shape)
         return tensor
 
-    def table(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+    def table(self, name: str, *shape: int, part: WeightSlice | None = None) -> Tensor:
         """A parameter of which a step reads single rows: an embedding. shape: of the whole.
 
         If stored in the model's dtype, it stays in the mapped file, so that only rows that are read take memory.
@@ -165,7 +165,9 @@ class ModelBuilder:
         outputs: number of outputs of each, by name. shares: this rank's outputs of each. The result concatenates the
         outputs of the layers in this order.
         """
-        weights = [self._load_weight(name, (count, inputs), Part(0, shares[name])) for name, count in outputs.items()]
+        weights = [
+            self._load_weight(name, (count, inputs), WeightSlice(0, shares[name])) for name, count in outputs.items()
+        ]
         merged_bias = self._load_merged("bias", outputs, shares) if bias else None
         count = sum(len(shares[name]) for name in outputs)
         sizes = f"{inputs} -> {_share(count, sum(outputs.values()))}"
@@ -191,11 +193,11 @@ class ModelBuilder:
         The first rank adds the bias, so that it alone computes what a single rank would. is_only_share: no other rank
         has a share of this layer, so this rank adds the bias.
         """
-        weight = self._load_weight(name, (outputs, inputs), Part(1, share))
+        weight = self._load_weight(name, (outputs, inputs), WeightSlice(1, share))
         adds_bias = is_only_share or self.shard.tp_rank == 0
         rank_bias = None
         if bias:
-            rank_bias = self._load_copy(f"{name}.bias", (outputs,), Part(0, range(outputs if adds_bias else 0)))
+            rank_bias = self._load_copy(f"{name}.bias", (outputs,), WeightSlice(0, range(outputs if adds_bias else 0)))
         sizes = f"{_share(len(share), inputs)} -> {outputs}"
         form = self._name_form((name,), [weight])
         self._describe_linear("RowParallelLinear", (name,), sizes, form, bias and adds_bias)
@@ -253,12 +255,14 @@ class ModelBuilder:
     ) -> Tensor:
         """The concatenated biases or scales of several linear layers."""
         parts = [
-            self.load(f"{self.prefix}{name}.{kind}", (count, *inner), None if shares is None else Part(0, shares[name]))
+            self.load(
+                f"{self.prefix}{name}.{kind}", (count, *inner), None if shares is None else WeightSlice(0, shares[name])
+            )
             for name, count in outputs.items()
         ]
         return torch.cat(parts)
 
-    def _load_weight(self, name: str, shape: tuple[int, int], part: Part) -> Tensor | GroupedWeight:
+    def _load_weight(self, name: str, shape: tuple[int, int], part: WeightSlice) -> Tensor | GroupQuantWeight:
         """Load a part of a linear layer's weight, as integers if the model keeps those of the checkpoint."""
         full_name = f"{self.prefix}{name}.weight"
         weight = None
@@ -269,7 +273,7 @@ class ModelBuilder:
     def _pack_linear(
         self,
         names: Iterable[str],
-        weights: Sequence[Tensor | GroupedWeight],
+        weights: Sequence[Tensor | GroupQuantWeight],
         load_scales: Callable[[], Tensor],
         bias: Tensor | None,
     ) -> Linear:
@@ -293,9 +297,9 @@ class ModelBuilder:
         numbers, scales = zip(*map(self.kernels.quantise_int8, dense), strict=True)
         return self.kernels.pack_int8(_concatenate(numbers), _concatenate(scales), bias)
 
-    def _pack_integers(self, weights: Sequence[Tensor | GroupedWeight], bias: Tensor | None) -> Linear:
+    def _pack_integers(self, weights: Sequence[Tensor | GroupQuantWeight], bias: Tensor | None) -> Linear:
         """One layer if all weights are integers of the same form, else several whose results are concatenated."""
-        grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+        grouped = [weight for weight in weights if isinstance(weight, GroupQuantWeight)]
         if len(grouped) == len(weights) and all(grouped[0].is_like(weight) for weight in grouped):
             return self.kernels.pack_grouped(merge_rows(grouped), bias, self.dtype)
         sizes = [weight.shape[0] for weight in weights]
@@ -308,21 +312,21 @@ class ModelBuilder:
         ]
         return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
-    def _quantise(self, weight: Tensor, form: GroupedForm) -> GroupedWeight:
+    def _quantise(self, weight: Tensor, form: GroupQuantForm) -> GroupQuantWeight:
         if form.is_float8:
             return fp8.quantise_codes(weight)
         return int4.quantise(weight, form.group_size, self.kernels.quantise_int4)
 
-    def _find_form_at_load(self, names: Iterable[str]) -> GroupedForm | None:
+    def _find_form_at_load(self, names: Iterable[str]) -> GroupQuantForm | None:
         """The form in which the merged layer of `names` is quantised while loading."""
         if self.grouped is None or self.grouped.in_checkpoint:
             return None
         return self.grouped.find_form(self.prefix + next(iter(names)))
 
-    def _name_form(self, names: Iterable[str], weights: Sequence[Tensor | GroupedWeight]) -> str:
+    def _name_form(self, names: Iterable[str], weights: Sequence[Tensor | GroupQuantWeight]) -> str:
         """Describe how a linear layer holds its weights."""
         first = weights[0]
-        if isinstance(first, GroupedWeight):
+        if isinstance(first, GroupQuantWeight):
             return f"{'fp8' if first.is_float8 else f'int{first.bits}'} in groups of {first.group_size}"
         if form := self._find_form_at_load(names):
             return "fp8" if form.is_float8 else f"int{form.bits} in groups of {form.group_size}"
@@ -334,7 +338,7 @@ class ModelBuilder:
         """Whether the merged linear layer of `names` runs in int8. They never differ in this, see `registry`."""
         return self.int8 is not None and all(self.int8.is_quantised(self.prefix + name) for name in names)
 
-    def _load_copy(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def _load_copy(self, name: str, shape: tuple[int, ...], part: WeightSlice | None = None) -> Tensor:
         return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)
 
     def describe_share(self, name: str, tensor: Tensor, whole: Sequence[int], form: str = "") -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.embedding import Embed, build_embedding
-from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, GroupInputs, StepInputs
+from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, KVGroupInputs, StepInputs
 from serve_llm.engine.model.layer import DecoderLayer, build_layer
 from serve_llm.engine.model.pooler import Pooler, build_pooler
 from serve_llm.engine.model.rope import ComputeAngles, build_angles
@@ -282,7 +282,7 @@ def compute_query_scale(temperature: QueryTemperature, positions: Tensor) -> Ten
     return intervals.log1p_().mul_(temperature.scale).add_(1.0)
 
 
-def _select_chunks(inputs: StepInputs, group: GroupInputs) -> StepInputs:
+def _select_chunks(inputs: StepInputs, group: KVGroupInputs) -> StepInputs:
     """The step's inputs for the attention of the group's layers."""
     if group.chunks is None:
         return inputs

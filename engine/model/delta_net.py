@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.model.attention import elements
-from serve_llm.engine.model.build import Forward, ModelBuilder, Part
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.build import Forward, ModelBuilder, WeightSlice
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.spec import NormSpec
 from serve_llm.engine.parallel.layout import HeadShare
@@ -22,7 +22,7 @@ from serve_llm.kernels.registry import Kernels
 
 
 @dataclass(eq=False, repr=False)
-class DeltaNet:
+class GatedDeltaNet:
     kernels: Kernels
     layer: DeltaRule
     gates_proj: Forward  # hidden states -> beta and alpha of this rank's heads
@@ -53,7 +53,7 @@ class DeltaNet:
 
 
 @dataclass(eq=False, repr=False)
-class DeltaNetWithoutHeads:
+class GatedDeltaNetWithoutHeads:
     """For a rank without heads (more ranks than heads): takes part in the all-reduce."""
 
     output_proj: Forward
@@ -63,7 +63,9 @@ class DeltaNetWithoutHeads:
         return self.output_proj(x[:, :0])
 
 
-def build_delta_net(spec: DeltaNetSpec, hidden_size: int, builder: ModelBuilder) -> DeltaNet | DeltaNetWithoutHeads:
+def build_gated_delta_net(
+    spec: GatedDeltaNetSpec, hidden_size: int, builder: ModelBuilder
+) -> GatedDeltaNet | GatedDeltaNetWithoutHeads:
     share = builder.shard.attention(spec)
     heads = share.heads
     builder.describe(
@@ -74,7 +76,7 @@ def build_delta_net(spec: DeltaNetSpec, hidden_size: int, builder: ModelBuilder)
     value_size = spec.num_heads * spec.value_dim
     output_proj = builder.row_parallel_linear("output", hidden_size, value_size, values)
     if not heads:
-        return DeltaNetWithoutHeads(output_proj)
+        return GatedDeltaNetWithoutHeads(output_proj)
     key_size = spec.num_kv_heads * spec.key_dim
     keys = elements(share.kv_heads, spec.key_dim)
     input_proj = builder.column_parallel_linear(
@@ -82,7 +84,7 @@ def build_delta_net(spec: DeltaNetSpec, hidden_size: int, builder: ModelBuilder)
         hidden_size,
         {"q": keys, "k": keys, "v": values, "z": values},
     )
-    return DeltaNet(
+    return GatedDeltaNet(
         kernels=builder.kernels,
         layer=_build_layer(spec, share, builder),
         gates_proj=_build_gates(spec, heads, hidden_size, builder),
@@ -93,19 +95,19 @@ def build_delta_net(spec: DeltaNetSpec, hidden_size: int, builder: ModelBuilder)
     )
 
 
-def _build_layer(spec: DeltaNetSpec, share: HeadShare, builder: ModelBuilder) -> DeltaRule:
+def _build_layer(spec: GatedDeltaNetSpec, share: HeadShare, builder: ModelBuilder) -> DeltaRule:
     key_size = spec.num_kv_heads * spec.key_dim
     keys = elements(share.kv_heads, spec.key_dim)
     values = elements(share.heads, spec.value_dim)
     parts = [
-        builder.parameter(f"conv.{name}", size, 1, spec.conv_kernel, part=Part(0, own))
+        builder.parameter(f"conv.{name}", size, 1, spec.conv_kernel, part=WeightSlice(0, own))
         for name, size, own in (
             ("q", key_size, keys),
             ("k", key_size, keys),
             ("v", spec.num_heads * spec.value_dim, values),
         )
     ]
-    own_heads = Part(0, share.heads)
+    own_heads = WeightSlice(0, share.heads)
     return DeltaRule(
         conv=torch.cat(parts).squeeze(1).T.contiguous(),
         decay=builder.parameter("decay", spec.num_heads, part=own_heads),
@@ -118,7 +120,7 @@ def _build_layer(spec: DeltaNetSpec, share: HeadShare, builder: ModelBuilder) ->
     )
 
 
-def _build_gates(spec: DeltaNetSpec, heads: range, hidden_size: int, builder: ModelBuilder) -> Forward:
+def _build_gates(spec: GatedDeltaNetSpec, heads: range, hidden_size: int, builder: ModelBuilder) -> Forward:
     """(tokens, hidden_size) -> beta of this rank's heads, then alpha. Every rank computes all, never quantised."""
     count = spec.num_heads
     linear = builder.unquantised_linear({"beta": count, "alpha": count}, hidden_size)

@@ -9,7 +9,7 @@ STATE_UNIT = 16  # a row of the state is padded to a multiple of this, as `kerne
 
 
 @dataclass(frozen=True)
-class DeltaNetSpec:
+class GatedDeltaNetSpec:
     """A causal convolution over queries, keys and values, then the gated delta rule, then a gated norm.
 
     Its heads are value heads; each key head, with its queries, serves several of them, as a KV head serves query heads.

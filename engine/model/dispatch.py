@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.model.expert_placement import Placement
-from serve_llm.engine.parallel.groups import AllToAll
+from serve_llm.engine.parallel.groups import AllToAllGroup
 from serve_llm.kernels.moe import PackedExperts, weighted_sum
 
 
@@ -24,7 +24,7 @@ class ExpertDispatch:
 
     reads_back = True
 
-    def __init__(self, experts: PackedExperts, span: range, placement: Placement, group: AllToAll) -> None:
+    def __init__(self, experts: PackedExperts, span: range, placement: Placement, group: AllToAllGroup) -> None:
         """experts: those of this rank, numbered by its slots. span: the numbers of the group's experts. placement:
         where they are."""
         self.experts = experts

@@ -13,7 +13,7 @@ from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.lora import LoRAEmbedding
 from serve_llm.engine.model.spec import LearnedPositions, ModelSpec
 from serve_llm.engine.parallel.groups import ProcessGroup
-from serve_llm.kernels.table import LookUp
+from serve_llm.kernels.embedding_table import LookUp
 
 Embed = Callable[[StepInputs], Tensor]  # (tokens, hidden_size)
 

@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
-from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
+from serve_llm.engine.model.quantization_spec import MXFP4, GroupQuantForm
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 FORMS = {
-    "Q4_0": GroupedForm(4, 32, has_zeros=False),
-    "Q4_1": GroupedForm(4, 32, has_zeros=True, scale_bytes=4),
-    "Q5_0": GroupedForm(8, 32, has_zeros=False),
-    "Q5_1": GroupedForm(8, 32, has_zeros=True),
-    "Q8_0": GroupedForm(8, 32, has_zeros=False),
-    "Q2_K": GroupedForm(4, 16, has_zeros=True, scale_bytes=4),
-    "Q3_K": GroupedForm(4, 16, has_zeros=False, scale_bytes=4),
-    "Q4_K": GroupedForm(4, 32, has_zeros=True, scale_bytes=4),
-    "Q5_K": GroupedForm(8, 32, has_zeros=True, scale_bytes=4),
-    "Q6_K": GroupedForm(8, 16, has_zeros=False, scale_bytes=4),
-    "IQ4_NL": GroupedForm(4, 32, has_zeros=False, has_table=True),
-    "IQ4_XS": GroupedForm(4, 32, has_zeros=False, scale_bytes=4, has_table=True),
+    "Q4_0": GroupQuantForm(4, 32, has_zeros=False),
+    "Q4_1": GroupQuantForm(4, 32, has_zeros=True, scale_bytes=4),
+    "Q5_0": GroupQuantForm(8, 32, has_zeros=False),
+    "Q5_1": GroupQuantForm(8, 32, has_zeros=True),
+    "Q8_0": GroupQuantForm(8, 32, has_zeros=False),
+    "Q2_K": GroupQuantForm(4, 16, has_zeros=True, scale_bytes=4),
+    "Q3_K": GroupQuantForm(4, 16, has_zeros=False, scale_bytes=4),
+    "Q4_K": GroupQuantForm(4, 32, has_zeros=True, scale_bytes=4),
+    "Q5_K": GroupQuantForm(8, 32, has_zeros=True, scale_bytes=4),
+    "Q6_K": GroupQuantForm(8, 16, has_zeros=False, scale_bytes=4),
+    "IQ4_NL": GroupQuantForm(4, 32, has_zeros=False, has_table=True),
+    "IQ4_XS": GroupQuantForm(4, 32, has_zeros=False, scale_bytes=4, has_table=True),
     "MXFP4": MXFP4,
 }
 # Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
@@ -89,7 +89,7 @@ OWN_NAMES = {  # by architecture
     "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
     **dict.fromkeys(("bert", "nomic-bert", "jina-bert-v2"), ENCODER_NORMS),
 }
-TAKES_TURNS = ("qwen35", "qwen35moe")  # see `DeltaNetSpec`
+TAKES_TURNS = ("qwen35", "qwen35moe")  # see `GatedDeltaNetSpec`
 QKVZ = "attention.q attention.k attention.v attention.z"
 OLD_QKVZ = {QKVZ: "ssm_in"}  # in older files of Qwen3-Next, as in other checkpoints
 IN_GROUPS = (QKVZ, "attention.q attention.gate", "attention.beta attention.alpha")  # rows in the family's own order
@@ -115,7 +115,7 @@ class GGUFTensors:
     unused_layers: int = 0  # layers after the last one, for multi-token prediction
     joins_qkv: bool = False  # queries, keys and values (and gates) are in one tensor; the family stores them separately
 
-    def find_form(self, tensor: str) -> GroupedForm | None:
+    def find_form(self, tensor: str) -> GroupQuantForm | None:
         """Return the form in which a weight stays in memory; None: in the model's dtype. tensor: its name in the
         file."""
         return FORMS.get(self.types.get(tensor, ""))
@@ -174,7 +174,7 @@ def _interleave(layer: LayerSpec) -> LayerSpec:
 
 def _take_turns(layer: LayerSpec) -> LayerSpec:
     attention = layer.attention
-    if not isinstance(attention, DeltaNetSpec):
+    if not isinstance(attention, GatedDeltaNetSpec):
         return layer
     return replace(layer, attention=replace(attention, takes_turns=attention.num_heads > attention.num_kv_heads))
 
@@ -213,7 +213,7 @@ def _rename(rule: WeightRule, names: Mapping[str, str], spec: ModelSpec) -> Weig
     """Return the rule for the tensor in a GGUF file: norms have their full weight, matrices are (outputs, inputs), and
     stacks hold the tensors of all experts."""
     mixer = spec.layers[rule.layers[0] if rule.layers else 0].attention
-    if rule.layers is not None and isinstance(mixer, DeltaNetSpec):
+    if rule.layers is not None and isinstance(mixer, GatedDeltaNetSpec):
         names = {**names, **LINEAR_NAMES}
     ends = [
         parameter if parameter.endswith((".weight", ".bias")) else f"{parameter}.weight"

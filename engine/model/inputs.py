@@ -29,7 +29,7 @@ class ChunkInputs:
 
 
 @dataclass(frozen=True)
-class GroupInputs:
+class KVGroupInputs:
     """Block tables of one KV group (`ModelSpec.kv_groups`, same order)."""
 
     slots: Tensor  # (tokens,) int64: block * block_size + offset of each token
@@ -37,7 +37,7 @@ class GroupInputs:
     chunks: ChunkInputs | None = None  # for chunked groups
 
 
-NO_KV = GroupInputs(torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dtype=torch.int32))
+NO_KV = KVGroupInputs(torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dtype=torch.int32))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepInputs:
     positions: Tensor  # (tokens,) int64, counted from 0 in each sequence, or from LONG_ROPE_OFFSET
     query_starts: list[int]  # sequences + 1 offsets into tokens
     context_lens: list[int]  # tokens of each sequence, those of this step included
-    groups: tuple[GroupInputs, ...]
+    groups: tuple[KVGroupInputs, ...]
     lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there
     token_types: Tensor | None = None  # (tokens,) int64, for models that have them
     state_slots: list[int] | None = None  # slot of each sequence's states, in models with states
@@ -57,7 +57,7 @@ class AttentionInputs(NamedTuple):
     """What the attention of one layer reads besides hidden states."""
 
     step: StepInputs
-    group: GroupInputs  # inputs of the layer's KV group; NO_KV for a layer that caches no KV
+    group: KVGroupInputs  # inputs of the layer's KV group; NO_KV for a layer that caches no KV
     # The layer's KV cache, as `kernels.attention.write_cache` expects it, or the states of sequences, (slots, numbers)
     # float32; written in place.
     cache: Tensor

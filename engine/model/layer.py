@@ -16,10 +16,10 @@ from torch import Tensor
 
 from serve_llm.engine.model.attention import build_attention
 from serve_llm.engine.model.build import Forward, ModelBuilder
-from serve_llm.engine.model.delta_net import build_delta_net
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net import build_gated_delta_net
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.inputs import AttentionInputs
-from serve_llm.engine.model.mla import build_latent_attention
+from serve_llm.engine.model.mla import build_mla
 from serve_llm.engine.model.mlp import build_mlp
 from serve_llm.engine.model.moe import build_moe
 from serve_llm.engine.model.norm import NO_NORM, Norm
@@ -156,9 +156,9 @@ class ParallelTwoNormsLayer(DecoderLayer):
 def build_layer(spec: LayerSpec, hidden_size: int, builder: ModelBuilder) -> DecoderLayer:
     attention: AttentionModule
     if isinstance(spec.attention, MLASpec):
-        attention = build_latent_attention(spec.attention, hidden_size, builder.scoped("attention"))
-    elif isinstance(spec.attention, DeltaNetSpec):
-        attention = build_delta_net(spec.attention, hidden_size, builder.scoped("attention"))
+        attention = build_mla(spec.attention, hidden_size, builder.scoped("attention"))
+    elif isinstance(spec.attention, GatedDeltaNetSpec):
+        attention = build_gated_delta_net(spec.attention, hidden_size, builder.scoped("attention"))
     else:
         attention = build_attention(spec.attention, hidden_size, builder.scoped("attention"))
     if isinstance(spec.ffn, MLPSpec):

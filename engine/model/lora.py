@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.engine.model.lora_rows import SlotRows, StepRows
+from serve_llm.engine.model.lora_mapping import LoRAMapping, SlotRows
 from serve_llm.engine.model.lora_targets import count_rows
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.kernels.linear import Linear
@@ -60,7 +60,7 @@ class Expansion:
 
 
 @dataclass(frozen=True, eq=False)
-class LowRankProduct:
+class LoRALayerWeights:
     """What an adapter adds to a linear layer: up @ down @ x. `up` includes the scale."""
 
     down: Linear
@@ -84,25 +84,25 @@ class UnfusedLoRA:
     def __init__(self, pack: Callable[[Tensor], Linear]) -> None:
         self._pack = pack
 
-    def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LowRankProduct:
+    def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LoRALayerWeights:
         packed = [Expansion(one.columns, one.outputs, self._pack(one.up), one.scale) for one in expansions]
-        return LowRankProduct(self._pack(down), tuple(packed))
+        return LoRALayerWeights(self._pack(down), tuple(packed))
 
-    def join(self, products: Sequence[LowRankProduct]) -> None:
+    def join(self, products: Sequence[LoRALayerWeights]) -> None:
         """Do nothing: the products are linear layers, each with memory of its own."""
 
     def prepare(
-        self, groups: Sequence[tuple[LowRankProduct, Tensor | None]]
-    ) -> Sequence[tuple[LowRankProduct, Tensor | None]]:
+        self, groups: Sequence[tuple[LoRALayerWeights, Tensor | None]]
+    ) -> Sequence[tuple[LoRALayerWeights, Tensor | None]]:
         return groups
 
-    def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[LowRankProduct, Tensor | None]]) -> None:
+    def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[LoRALayerWeights, Tensor | None]]) -> None:
         for product, rows in groups:
             product.add_to(y, x, rows)
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingProduct:
+class LoRAEmbeddingWeights:
     """What an adapter adds to an embedding: up @ down[id]. `up` includes the scale."""
 
     down: Tensor  # (this rank's ids, rank)
@@ -115,8 +115,8 @@ class LoRAEmbedding:
     """This rank's part of the adapters of an embedding."""
 
     ids: range  # this rank's part of the vocabulary
-    step: StepRows
-    products: dict[int, EmbeddingProduct] = field(default_factory=dict)  # by slot
+    step: LoRAMapping
+    products: dict[int, LoRAEmbeddingWeights] = field(default_factory=dict)  # by slot
 
     def add_to(self, y: Tensor, ids: Tensor) -> None:
         """Add the products of this rank's ids, (tokens,), to y, (tokens, embedding size)."""
@@ -141,7 +141,7 @@ class LoRALinear:
     bias: Tensor | None  # (outputs,), added by `base`
     parts: Mapping[str, LoRAPart]  # by parameter, such as "layers.3.attention.q.weight"; in the order of the outputs
     reorders: tuple[Reorder, ...]  # reorder the rows of a parameter to match the layer's outputs
-    step: StepRows
+    step: LoRAMapping
     kernels: LoRAKernels
     dtype: torch.dtype | None = None  # dtype of the products; None: the model's
     products: dict[int, LoRAProduct] = field(default_factory=dict)  # by slot
@@ -190,7 +190,7 @@ class LoRAExperts:
     """The layers of a rank's experts with the products of the loaded adapters; see `kernels.moe`. Finds the rows of
     each adapter among those of an expert."""
 
-    def __init__(self, step: StepRows) -> None:
+    def __init__(self, step: LoRAMapping) -> None:
         self.step = step
         self.firsts: list[LoRALinear] = []  # by expert
         self.lasts: list[LoRALinear] = []
@@ -243,9 +243,9 @@ class LoRALayers:
         self.experts: list[LoRAExperts] = []
         self.embedding: LoRAEmbedding | None = None  # None where the rank has no part of the layer
         self.base_weights: BaseWeights | None = None  # None until the model is loaded
-        self._all = StepRows()
-        self._selected = StepRows()  # in the last layer, after attention
-        self._logits = StepRows()  # rows of the LM head
+        self._all = LoRAMapping()
+        self._selected = LoRAMapping()  # in the last layer, after attention
+        self._logits = LoRAMapping()  # rows of the LM head
 
     def wrap(
         self,

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 from serve_llm.common.errors import OptionError
 from serve_llm.common.types import LoRATarget
 from serve_llm.engine.config import Config
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.lora_expert_stacks import count_members, list_spellings, list_stacked_weights
-from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AnyAttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
+from serve_llm.engine.model.transformers_spec import TransformersSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.layout import ParallelLayout
 
@@ -78,7 +78,7 @@ def _list_attention(prefix: str, attention: AnyAttentionSpec, hidden_size: int, 
             yield _LinearLayer(f"{prefix}.q_up", query_size, rank, heads * head_size, rank)
         yield _LinearLayer(f"{prefix}.kv_down", attention.head_dim, hidden_size, attention.head_dim, hidden_size)
         value_size = attention.v_head_dim
-    elif isinstance(attention, DeltaNetSpec):
+    elif isinstance(attention, GatedDeltaNetSpec):
         value_size = attention.value_dim
         sizes = {"q": attention.key_dim, "k": attention.key_dim, "v": value_size, "z": value_size}
         for name, size in sizes.items():
@@ -126,11 +126,11 @@ def _count_product(layer: _LinearLayer, max_rank: int) -> int:
 
 
 def find_served_targets(
-    config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None
+    config: Config, spec: ModelSpec | TransformersSpec, weights: WeightMap | None
 ) -> dict[str, LoRATarget]:
     """Return the layers that adapters can change. Raises OptionError if the model does not support adapters."""
     targets: dict[str, LoRATarget] = {}
-    if weights is not None and not isinstance(spec, PretrainedSpec):
+    if weights is not None and not isinstance(spec, TransformersSpec):
         targets = find_lora_targets(spec, weights, engines=config.expert_engines)
     if not config.generates:
         raise OptionError(

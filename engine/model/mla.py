@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.model.attention import build_cache_scales, elements
-from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.build import Forward, ModelBuilder, WeightSlice
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.spec import MLASpec, NormSpec
 from serve_llm.kernels.linear import Linear
@@ -22,7 +22,7 @@ from serve_llm.kernels.registry import Kernels
 
 
 @dataclass(eq=False, repr=False)
-class LatentAttention:
+class MLAAttention:
     kernels: Kernels
     num_heads: int  # query heads of this rank
     spec: MLASpec
@@ -63,7 +63,7 @@ class LatentAttention:
 
 
 @dataclass(eq=False, repr=False)
-class LatentAttentionWithoutHeads:
+class MLAAttentionWithoutHeads:
     """For a rank without heads (more ranks than heads): adds at most a bias to the all-reduced output."""
 
     output_proj: Forward
@@ -73,30 +73,28 @@ class LatentAttentionWithoutHeads:
         return self.output_proj(x[:, :0])
 
 
-def build_latent_attention(
-    spec: MLASpec, hidden_size: int, builder: ModelBuilder
-) -> LatentAttention | LatentAttentionWithoutHeads:
+def build_mla(spec: MLASpec, hidden_size: int, builder: ModelBuilder) -> MLAAttention | MLAAttentionWithoutHeads:
     if spec.rope is not None and spec.rope.interleaved:
         builder = builder.with_row_order(_rotary_order(spec))
     heads = builder.shard.attention(spec).heads
-    builder.describe(f"LatentAttention({len(heads)} of {spec.num_heads} heads, kv_lora_rank {spec.kv_lora_rank})")
+    builder.describe(f"MLAAttention({len(heads)} of {spec.num_heads} heads, kv_lora_rank {spec.kv_lora_rank})")
     output_proj = builder.row_parallel_linear(
         "output", hidden_size, spec.num_heads * spec.v_head_dim, elements(heads, spec.v_head_dim), bias=spec.bias
     )
     if not heads:
-        return LatentAttentionWithoutHeads(output_proj)
+        return MLAAttentionWithoutHeads(output_proj)
     down_proj, query_proj = _build_query_projections(spec, hidden_size, heads, builder)
     kv_norm = builder.parameter("kv_norm.weight", spec.kv_lora_rank)
     kv_size = spec.qk_nope_head_dim + spec.v_head_dim
     kv_up = builder.parameter(
-        "kv_up.weight", spec.num_heads * kv_size, spec.kv_lora_rank, part=Part(0, elements(heads, kv_size))
+        "kv_up.weight", spec.num_heads * kv_size, spec.kv_lora_rank, part=WeightSlice(0, elements(heads, kv_size))
     )
     per_head = kv_up.view(len(heads), kv_size, -1)
     keys, values = per_head.split_with_sizes([spec.qk_nope_head_dim, spec.v_head_dim], 1)
     kernels = builder.kernels
     if spec.cache_scales:
         kernels = kernels.with_cache_scales(build_cache_scales("k", 1, range(1), builder))
-    return LatentAttention(
+    return MLAAttention(
         kernels=kernels,
         num_heads=len(heads),
         spec=spec,
@@ -113,7 +111,7 @@ def build_latent_attention(
 def _build_query_projections(
     spec: MLASpec, hidden_size: int, heads: range, builder: ModelBuilder
 ) -> tuple[Forward, Forward]:
-    """`LatentAttention.down_proj` and `LatentAttention.query_proj`."""
+    """`MLAAttention.down_proj` and `MLAAttention.query_proj`."""
     head_size = spec.qk_nope_head_dim + spec.qk_rope_head_dim
     query_size = spec.num_heads * head_size
     queries = elements(heads, head_size)

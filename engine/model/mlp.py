@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.build import Forward, ModelBuilder, WeightSlice
 from serve_llm.engine.model.spec import MLPSpec
 from serve_llm.kernels.linear import Linear
 
@@ -20,7 +20,7 @@ def build_partial_mlp(spec: MLPSpec, hidden_size: int, builder: ModelBuilder) ->
     activation = find_activation(spec, builder)
     builder.describe(f"MLP({describe_mlp(spec)})")
     if spec.activation_scales:
-        part = Part(0, builder.shard.ffn(spec))
+        part = WeightSlice(0, builder.shard.ffn(spec))
         scales = builder.parameter("activation_scales", spec.intermediate_size, part=part)
         return lambda x: down_proj(activation(up_proj(x)) / scales)
 

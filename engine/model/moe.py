@@ -15,7 +15,7 @@ from torch import Tensor
 from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.mlp import build_partial_mlp, build_projections, describe_mlp, find_activation
-from serve_llm.engine.model.spec import ExpertGroups, MoESpec, RouterSpec
+from serve_llm.engine.model.spec import GroupedTopK, MoESpec, RouterSpec
 from serve_llm.kernels.activation import sigmoid
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.moe import Experts
@@ -127,7 +127,7 @@ def _sigmoid_choice(router: RouterSpec) -> ChooseExperts:
 
 def _group_limited_choice(router: RouterSpec, correction_bias: Tensor | None) -> ChooseExperts:
     """The routing of DeepSeek-V2 and DeepSeek-V3 (arXiv:2405.04434, arXiv:2412.19437)."""
-    groups = router.groups or ExpertGroups(num_groups=1, top_k=1, scores_per_group=1)
+    groups = router.groups or GroupedTopK(num_groups=1, top_k=1, scores_per_group=1)
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         wide = logits.float()

@@ -22,7 +22,7 @@ from serve_llm.engine.model.pooler import Pooler
 from serve_llm.engine.model.rope import ComputeAngles, build_angles
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.vocabulary import VocabularyTables
-from serve_llm.kernels.table import LookUp
+from serve_llm.kernels.embedding_table import LookUp
 
 
 @dataclass(eq=False, repr=False)

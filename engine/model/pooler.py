@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.build import Forward, ModelBuilder, WeightSlice
 from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec, PoolingType
 
 
@@ -116,5 +116,5 @@ def _build_token_classifier(spec: ModelSpec, token_ids: Sequence[int], builder: 
     """The LM head, for a few ids only."""
     name = "embedding.weight" if spec.tie_word_embeddings else "head.weight"
     shape = (spec.vocab_size, spec.embedding_size or spec.hidden_size)
-    rows = [builder.load(name, shape, Part(0, range(token_id, token_id + 1))) for token_id in token_ids]
+    rows = [builder.load(name, shape, WeightSlice(0, range(token_id, token_id + 1))) for token_id in token_ids]
     return builder.kernels.pack(torch.cat(rows))

@@ -15,18 +15,18 @@ from serve_llm.common.sentence_transformers import PoolingType, SentenceModules
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.common.types import PoolingTask
 from serve_llm.engine.config import PoolingConfig
-from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec
+from serve_llm.engine.model.transformers_spec import TransformersSpec
 
 
 def resolve_pooling(
-    options: EngineOptions, directory: str, spec: ModelSpec | PretrainedSpec, modules: SentenceModules | None
+    options: EngineOptions, directory: str, spec: ModelSpec | TransformersSpec, modules: SentenceModules | None
 ) -> tuple[bool, PoolingConfig | None]:
     """Return whether the model generates, and how it makes vectors; None if it makes none or its family determines it.
 
     modules: those of sentence-transformers, if the checkpoint has them. Raises OptionError, ModelError.
     """
-    if isinstance(spec, PretrainedSpec):
+    if isinstance(spec, TransformersSpec):
         _check_generates_only(options)
         return True, None
     _check_conflicts(options, spec)
@@ -44,7 +44,7 @@ def resolve_pooling(
     return generates, _resolve_embedding(options, spec, modules)
 
 
-def find_pooling_task(spec: ModelSpec | PretrainedSpec) -> PoolingTask:
+def find_pooling_task(spec: ModelSpec | TransformersSpec) -> PoolingTask:
     pooler = _pooler_of(spec)
     if pooler is None:
         return "none"
@@ -53,13 +53,13 @@ def find_pooling_task(spec: ModelSpec | PretrainedSpec) -> PoolingTask:
     return "classify" if pooler.is_classifier else "embed"
 
 
-def find_vector_size(spec: ModelSpec | PretrainedSpec) -> int:
+def find_vector_size(spec: ModelSpec | TransformersSpec) -> int:
     """Numbers of a vector; 0 if the model returns none."""
     pooler = _pooler_of(spec)
     return pooler.vector_size(spec.hidden_size) if pooler is not None and isinstance(spec, ModelSpec) else 0
 
 
-def find_token_vector_size(spec: ModelSpec | PretrainedSpec) -> int:
+def find_token_vector_size(spec: ModelSpec | TransformersSpec) -> int:
     """Numbers of the vector of a token; 0 if the model returns none, or if its layers read several poolings."""
     pooler = _pooler_of(spec)
     if pooler is None or not isinstance(spec, ModelSpec):
@@ -71,7 +71,7 @@ def find_token_vector_size(spec: ModelSpec | PretrainedSpec) -> int:
     return pooler.layers[-1].outputs if len(pooler.pooling_types) == 1 else 0
 
 
-def _pooler_of(spec: ModelSpec | PretrainedSpec) -> PoolerSpec | None:
+def _pooler_of(spec: ModelSpec | TransformersSpec) -> PoolerSpec | None:
     return spec.pooler if isinstance(spec, ModelSpec) else None
 
 

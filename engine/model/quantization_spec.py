@@ -39,7 +39,7 @@ class Int8Spec:
 
 
 @dataclass(frozen=True)
-class GroupedForm:
+class GroupQuantForm:
     """Weights as codes of few bits with a scale per group of inputs; activations stay in floating point."""
 
     bits: int  # 4 or 8
@@ -52,19 +52,19 @@ class GroupedForm:
     is_float8: bool = False  # codes are 8-bit floats (e4m3); otherwise, without a table, they are integers
 
 
-MXFP4 = GroupedForm(4, 32, has_zeros=False, scale_bytes=1, has_table=True)
-FLOAT8 = GroupedForm(8, None, has_zeros=False, scale_bytes=4, is_float8=True)  # form made by `--quantization fp8`
+MXFP4 = GroupQuantForm(4, 32, has_zeros=False, scale_bytes=1, has_table=True)
+FLOAT8 = GroupQuantForm(8, None, has_zeros=False, scale_bytes=4, is_float8=True)  # form made by `--quantization fp8`
 
 
 @dataclass(frozen=True)
-class GroupedSpec:
-    """Which linear layers have weights in a `GroupedForm`."""
+class GroupQuantSpec:
+    """Which linear layers have weights in a `GroupQuantForm`."""
 
     in_checkpoint: bool  # the checkpoint stores them so; otherwise they are quantised while loading
-    default: GroupedForm | None
-    others: Mapping[str, GroupedForm | None] = field(default_factory=dict, hash=False)  # by linear layer
-    embedding: GroupedForm | None = None  # None: its weight is not stored as integers
-    head: GroupedForm | None = None  # for the LM head, if it is not tied to the embedding
+    default: GroupQuantForm | None
+    others: Mapping[str, GroupQuantForm | None] = field(default_factory=dict, hash=False)  # by linear layer
+    embedding: GroupQuantForm | None = None  # None: its weight is not stored as integers
+    head: GroupQuantForm | None = None  # for the LM head, if it is not tied to the embedding
 
     @property
     def is_float8(self) -> bool:
@@ -72,10 +72,10 @@ class GroupedSpec:
         return all(form.is_float8 for form in self.layer_forms)
 
     @property
-    def layer_forms(self) -> list[GroupedForm]:
+    def layer_forms(self) -> list[GroupQuantForm]:
         """The forms of the quantised layers."""
         return [form for form in (self.default, *self.others.values()) if form is not None]
 
-    def find_form(self, linear_layer: str) -> GroupedForm | None:
+    def find_form(self, linear_layer: str) -> GroupQuantForm | None:
         """Return None for the model's dtype. linear_layer: such as "layers.3.attention.q"."""
         return self.others.get(linear_layer, self.default)

@@ -62,8 +62,8 @@ from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
 from serve_llm.engine.model.pooling import build_pooler_spec
 from serve_llm.engine.model.quantization_spec import (
     MXFP4,
-    GroupedForm,
-    GroupedSpec,
+    GroupQuantForm,
+    GroupQuantSpec,
     Int8Spec,
     find_linear_layer,
     find_merged_layer,
@@ -239,7 +239,9 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
         embedding = types.find_form(weights.embedding)
         head = types.find_form(weights.head)
         if grouped is not None or embedding is not None or head is not None:
-            grouped = replace(grouped or GroupedSpec(in_checkpoint=True, default=None), embedding=embedding, head=head)
+            grouped = replace(
+                grouped or GroupQuantSpec(in_checkpoint=True, default=None), embedding=embedding, head=head
+            )
         return replace(spec, grouped=grouped), weights
     if isinstance(stored, Int8Checkpoint):
         int8 = _find_int8(stored, spec, weights)
@@ -250,7 +252,7 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     if isinstance(modules, DynamicModules) and modules.format.layout == "awq":
         spec, weights = add_activation_scales(spec, weights)
 
-    def find_form(rule: WeightRule) -> GroupedForm | None:
+    def find_form(rule: WeightRule) -> GroupQuantForm | None:
         form = modules.find_form(*weights.list_spellings(rule.source.removesuffix(".weight")))
         if rule.members and form is not None and not form.is_float8:
             return None  # no linear modules: only the tensors tell whether integers are stored, see `weights.load`
@@ -316,10 +318,10 @@ def _apply_quantization(spec: ModelSpec, settings: Settings) -> ModelSpec:
 
 
 def _grouped(
-    find_form: Callable[[WeightRule], GroupedForm | None], spec: ModelSpec, weights: WeightMap
-) -> GroupedSpec | None:
+    find_form: Callable[[WeightRule], GroupQuantForm | None], spec: ModelSpec, weights: WeightMap
+) -> GroupQuantSpec | None:
     """The forms of linear layers, read from the checkpoint's tensors. find_form: the form of one tensor."""
-    forms: dict[str, GroupedForm | None] = {}
+    forms: dict[str, GroupQuantForm | None] = {}
     for rule in weights.expand(len(spec.layers)).values():
         form = find_form(rule)
         forms |= {layer: form for layer in map(find_linear_layer, rule.parameters) if layer is not None}
@@ -327,7 +329,7 @@ def _grouped(
         return None
     default = Counter(forms.values()).most_common(1)[0][0]
     others = {layer: form for layer, form in forms.items() if form != default}
-    return GroupedSpec(in_checkpoint=True, default=default, others=others)
+    return GroupQuantSpec(in_checkpoint=True, default=default, others=others)
 
 
 def _find_int8(stored: Int8Checkpoint, spec: ModelSpec, weights: WeightMap) -> Int8Spec | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import Config
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.expert_placement import Placement, fill_slots
 from serve_llm.engine.model.spec import AnyAttentionSpec, KVGroup, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from serve_llm.engine.parallel.layout import HeadShare, ParallelLayout, split_heads, split_layers, split_range
@@ -54,7 +54,7 @@ class Shard:
             mixer = spec.layers[int(rest[0])].attention
             ffn = spec.layers[int(rest[0])].ffn
             elsewhere = rest[2] == "experts" and isinstance(ffn, MoESpec) and int(rest[3]) not in self.experts(ffn)
-            if isinstance(mixer, MLASpec | DeltaNetSpec) and rest[1] == "attention" and rest[2] != "output":
+            if isinstance(mixer, MLASpec | GatedDeltaNetSpec) and rest[1] == "attention" and rest[2] != "output":
                 elsewhere = not self.attention(mixer).heads
             if rest[1:3] == ["attention", "gate"]:
                 elsewhere = not self.attention(mixer).heads
@@ -69,7 +69,7 @@ class Shard:
 
     def attention(self, mixer: AnyAttentionSpec) -> HeadShare:
         share = split_heads(mixer.num_heads, mixer.num_kv_heads, self.layout.tp_size, self.weights)[self.tp_rank]
-        if isinstance(mixer, DeltaNetSpec) and mixer.takes_turns and share.heads:
+        if isinstance(mixer, GatedDeltaNetSpec) and mixer.takes_turns and share.heads:
             keys = [mixer.find_key_head(head) for head in share.heads]
             return HeadShare(share.heads, range(min(keys), max(keys) + 1), before=0)
         return share
@@ -114,15 +114,15 @@ class Shard:
         """Bytes of a sequence's states in this rank's layers."""
         return sum(4 * self.count_state(mixer) for mixer in self.list_delta_nets(spec).values())
 
-    def count_state(self, mixer: DeltaNetSpec) -> int:
+    def count_state(self, mixer: GatedDeltaNetSpec) -> int:
         """Float32 numbers of a sequence's state in a layer."""
         share = self.attention(mixer)
         return mixer.count_state(len(share.heads), len(share.kv_heads))
 
-    def list_delta_nets(self, spec: ModelSpec) -> dict[int, DeltaNetSpec]:
+    def list_delta_nets(self, spec: ModelSpec) -> dict[int, GatedDeltaNetSpec]:
         """This rank's layers that have states."""
         mixers = ((index, spec.layers[index].attention) for index in self.layers)
-        return {index: mixer for index, mixer in mixers if isinstance(mixer, DeltaNetSpec)}
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, GatedDeltaNetSpec)}
 
     def kv_groups(self, spec: ModelSpec) -> tuple[KVGroup, ...]:
         """All KV groups of the model in order, each with only the layers and KV heads of this rank."""
@@ -191,7 +191,7 @@ def layer_cost(layer: LayerSpec, width: int) -> float:
 
 
 def _mixer_cost(mixer: AnyAttentionSpec, width: int) -> float:
-    if isinstance(mixer, DeltaNetSpec):
+    if isinstance(mixer, GatedDeltaNetSpec):
         keys = mixer.num_kv_heads * mixer.key_dim
         values = mixer.num_heads * mixer.value_dim
         return width * (2 * keys + 3 * values + 2 * mixer.num_heads)
@@ -233,11 +233,11 @@ def describe_split(
     if layout.tp_size > 1:
         parts = []
         for mixer in {
-            (isinstance(mixer, DeltaNetSpec), mixer.num_heads, mixer.num_kv_heads): mixer
+            (isinstance(mixer, GatedDeltaNetSpec), mixer.num_heads, mixer.num_kv_heads): mixer
             for mixer in (layer.attention for layer in spec.layers)
         }.values():
             heads = [shard.attention(mixer) for shard in tp_shards]
-            is_delta_net = isinstance(mixer, DeltaNetSpec)
+            is_delta_net = isinstance(mixer, GatedDeltaNetSpec)
             own, shared = ("linear attention heads", "key heads") if is_delta_net else ("query heads", "KV heads")
             parts.append(format_sizes(own, (one.heads for one in heads)))
             parts.append(format_sizes(f"{shared} (of {mixer.num_kv_heads})", (one.kv_heads for one in heads)))

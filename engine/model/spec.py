@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
-from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
+from serve_llm.engine.model.quantization_spec import FLOAT8, GroupQuantForm, GroupQuantSpec, Int8Spec
 from serve_llm.engine.model.rope_spec import LongScaling, RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
@@ -116,7 +116,7 @@ class MLASpec:
         return self.qk_rope_head_dim
 
 
-AnyAttentionSpec = AttentionSpec | MLASpec | DeltaNetSpec
+AnyAttentionSpec = AttentionSpec | MLASpec | GatedDeltaNetSpec
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
-class ExpertGroups:
+class GroupedTopK:
     """Group-limited routing (DeepSeek-V2, arXiv:2405.04434): choose experts from the `top_k` best groups only.
 
     Groups are equal ranges of consecutive experts.
@@ -156,7 +156,7 @@ class RouterSpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True  # divide the scores of the chosen experts by their sum
     scaling_factor: float = 1.0  # multiplies the weights
-    groups: ExpertGroups | None = None
+    groups: GroupedTopK | None = None
     correction_bias: bool = False  # a bias per expert added to its score for the choice only (arXiv:2408.15664)
     float32: bool = False  # compute the scores in float32 whatever the model's dtype
     bias: bool = False
@@ -260,7 +260,7 @@ class ModelSpec:
     int8_lm_head: bool = False  # the weights of the LM head are int8, quantised while loading
     int8_embedding: bool = False  # the embedding is the LM head's int8 numbers, to which it is tied
     fp8: bool = False  # quantise the layers' linear layers to 8-bit floats (W8A8) while loading
-    grouped: GroupedSpec | None = None  # excludes int8 and fp8
+    grouped: GroupQuantSpec | None = None  # excludes int8 and fp8
     lm_head: bool = True  # False: the model only returns vectors
     pooler: PoolerSpec | None = None  # None: the model returns no vectors
     token_types: int = 0  # rows of the table of token types: which text of a pair a token belongs to
@@ -275,7 +275,7 @@ class ModelSpec:
     @property
     def has_states(self) -> bool:
         """Whether sequences have states besides their KV, which summarise all tokens and cannot be rolled back."""
-        return any(isinstance(layer.attention, DeltaNetSpec) for layer in self.layers)
+        return any(isinstance(layer.attention, GatedDeltaNetSpec) for layer in self.layers)
 
     @property
     def reads_lm_head(self) -> bool:
@@ -298,7 +298,7 @@ class ModelSpec:
         grouped = self.grouped
         if grouped is not None and grouped.in_checkpoint and grouped.layer_forms and grouped.is_float8:
             return self
-        return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=FLOAT8))
+        return replace(self, grouped=GroupQuantSpec(in_checkpoint=False, default=FLOAT8))
 
     @property
     def stores_integers(self) -> bool:
@@ -310,8 +310,8 @@ class ModelSpec:
         integers."""
         if self.stores_integers:
             return self
-        form = GroupedForm(4, group_size, has_zeros=True)
-        return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=form), int8_lm_head=self.lm_head)
+        form = GroupQuantForm(4, group_size, has_zeros=True)
+        return replace(self, grouped=GroupQuantSpec(in_checkpoint=False, default=form), int8_lm_head=self.lm_head)
 
     def with_packed_tables(self, rounds: bool) -> ModelSpec:
         """Hold the LM head, and an embedding tied to it, in 8 bits if the layers are quantised: as the checkpoint
@@ -322,12 +322,12 @@ class ModelSpec:
         return replace(self, int8_lm_head=is_int8, int8_embedding=is_int8 and rounds and self.tie_word_embeddings)
 
     @property
-    def embedding_form(self) -> GroupedForm | None:
+    def embedding_form(self) -> GroupQuantForm | None:
         """The form in which the checkpoint stores the embedding; None if it is in floating point."""
         return None if self.grouped is None else self.grouped.embedding
 
     @property
-    def head_form(self) -> GroupedForm | None:
+    def head_form(self) -> GroupQuantForm | None:
         """The form in which the checkpoint stores the LM head; None if it is in floating point."""
         if self.grouped is None:
             return None
@@ -385,7 +385,7 @@ class ModelSpec:
         members: dict[tuple[int, KVGroup], list[int]] = {}
         for index, layer in enumerate(self.layers):
             attention = layer.attention
-            if isinstance(attention, DeltaNetSpec) or not attention.causal:
+            if isinstance(attention, GatedDeltaNetSpec) or not attention.causal:
                 continue
             group = KVGroup(
                 layers=(),

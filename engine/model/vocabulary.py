@@ -7,13 +7,13 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.engine.model.build import ModelBuilder, Part
+from serve_llm.engine.model.build import ModelBuilder, WeightSlice
 from serve_llm.engine.model.lora import LoRAPart
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import GroupQuantForm
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.kernels.embedding_table import EmbeddingTable, LookUp, zeros
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight
-from serve_llm.kernels.table import LookUp, Table, zeros
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 
 class VocabularyTables:
@@ -23,8 +23,8 @@ class VocabularyTables:
         self._spec = spec
         self._builder = builder
         self._shape = spec.vocab_size, spec.embedding_size or spec.hidden_size
-        self._part = Part(0, builder.shard.vocabulary(spec.vocab_size))
-        self._tied: Tensor | Table | None = None  # the embedding, if it is also the head's weight
+        self._part = WeightSlice(0, builder.shard.vocabulary(spec.vocab_size))
+        self._tied: Tensor | EmbeddingTable | None = None  # the embedding, if it is also the head's weight
 
     def load_embedding(self, has_head: bool) -> LookUp:
         """Return a function that looks up rows by their numbers on this rank: (tokens,) int64 -> (tokens, embedding
@@ -55,7 +55,7 @@ class VocabularyTables:
         spec = self._spec
         builder = self._builder
         tied = self._tied
-        if isinstance(tied, Table):
+        if isinstance(tied, EmbeddingTable):
             return tied.multiply
         name = "embedding.weight" if spec.tie_word_embeddings else "head.weight"
         grouped = self._load_grouped(name, spec.head_form)
@@ -66,7 +66,7 @@ class VocabularyTables:
             return builder.kernels.pack_int8(*builder.kernels.quantise_int8(weight), self._bias)
         return builder.kernels.pack(weight, self._bias)
 
-    def _load_table(self, bias: Tensor | None) -> Table | None:
+    def _load_table(self, bias: Tensor | None) -> EmbeddingTable | None:
         """Load the embedding, packed like the head that is tied to it; None if it stays in the model's dtype."""
         builder = self._builder
         grouped = self._load_grouped("embedding.weight", self._spec.embedding_form)
@@ -79,7 +79,7 @@ class VocabularyTables:
         builder.describe_share("embedding.weight", numbers, self._shape)
         return builder.kernels.pack_int8_table(numbers, scales, bias, builder.dtype)
 
-    def _load_grouped(self, name: str, form: GroupedForm | None) -> GroupedWeight | None:
+    def _load_grouped(self, name: str, form: GroupQuantForm | None) -> GroupQuantWeight | None:
         """form: the form in which the checkpoint stores it."""
         if form is None:
             return None

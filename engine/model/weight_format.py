@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
+from serve_llm.engine.model.quantization_spec import MXFP4, GroupQuantForm
 
 Strategy = Literal["tensor", "channel", "block"]
 # Tensors with scales for rounding activations, queries, keys or values to 8 bits or less in attention or the KV cache,
@@ -57,9 +57,9 @@ class PackedIntegers:
         return {"awq": (), "compressed": ("weight_g_idx",)}.get(self.layout, ("g_idx",))
 
     @property
-    def form(self) -> GroupedForm:
+    def form(self) -> GroupQuantForm:
         """The form in which the weight stays in memory."""
-        return GroupedForm(8 if self.bits == 8 else 4, self.group_size, not self.is_symmetric, self.has_order)
+        return GroupQuantForm(8 if self.bits == 8 else 4, self.group_size, not self.is_symmetric, self.has_order)
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class ScaledNumbers:
         return (self.scale, self.zero_point) if self.has_zeros else (self.scale,)
 
     @property
-    def form(self) -> GroupedForm:
+    def form(self) -> GroupQuantForm:
         size = self.block[1] if self.strategy == "block" else None
         if self.kind == "int8":
             scale_bytes = 2 if self.divisor == 1 and not self.has_float32_scales else 4  # quotients fill 32 bits
-            return GroupedForm(4 if self.bits <= 4 else 8, size, self.has_zeros, scale_bytes=scale_bytes)
-        return GroupedForm(8, size, has_zeros=False, scale_bytes=4, is_float8=True)
+            return GroupQuantForm(4 if self.bits <= 4 else 8, size, self.has_zeros, scale_bytes=scale_bytes)
+        return GroupQuantForm(8, size, has_zeros=False, scale_bytes=4, is_float8=True)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class NvFp4:
     optional = ("input_global_scale", "input_scale")
 
     @property
-    def form(self) -> GroupedForm:
-        return GroupedForm(4, 16, has_zeros=False, scale_bytes=1, has_divisors=True, has_table=True)
+    def form(self) -> GroupQuantForm:
+        return GroupQuantForm(4, 16, has_zeros=False, scale_bytes=1, has_divisors=True, has_table=True)
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class TorchaoInt4:
     optional = ()
 
     @property
-    def form(self) -> GroupedForm:
-        return GroupedForm(4, self.group_size, has_zeros=True, scale_bytes=4)
+    def form(self) -> GroupQuantForm:
+        return GroupQuantForm(4, self.group_size, has_zeros=True, scale_bytes=4)
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class BitsAndBytes4:
         return (self.marker, "weight.absmax", "weight.quant_map", *nested)
 
     @property
-    def form(self) -> GroupedForm:
-        return GroupedForm(4, 64, has_zeros=False, scale_bytes=4, has_table=True)
+    def form(self) -> GroupQuantForm:
+        return GroupQuantForm(4, 64, has_zeros=False, scale_bytes=4, has_table=True)
 
 
 WeightFormat = PackedIntegers | ScaledNumbers | NvFp4 | MxFp4 | TorchaoInt4 | BitsAndBytes4
@@ -208,12 +208,12 @@ class QuantizedModules(Protocol):
         """Return how the embedding stores its weight; None: in floating point."""
         return self.find_format(*spellings)
 
-    def find_form(self, *spellings: str) -> GroupedForm | None:
+    def find_form(self, *spellings: str) -> GroupQuantForm | None:
         """Return the form in which its weight stays in memory, if config.json says so; None: the model's dtype."""
         found = self.find_format(*spellings)
         return None if found is None else found.form
 
-    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+    def find_head_form(self, *spellings: str) -> GroupQuantForm | None:
         """Return the form in which the LM head stays in memory; None: the model's dtype."""
         return None
 
@@ -248,7 +248,7 @@ class TargetedModules(QuantizedModules):
         of_class = [group for group in self.groups if kind in group.targets]
         return next((group.format for group in (*named, *of_class)), None)
 
-    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+    def find_head_form(self, *spellings: str) -> GroupQuantForm | None:
         return self.find_form(*spellings)
 
 
@@ -269,7 +269,7 @@ class MarkedModules(QuantizedModules):
     def find_format(self, *spellings: str) -> WeightFormat:
         return self.format
 
-    def find_form(self, *spellings: str) -> GroupedForm | None:
+    def find_form(self, *spellings: str) -> GroupQuantForm | None:
         left_out = any(
             _matches(entry, name) or f".{entry}." in f".{name}." for entry in self.unconverted for name in spellings
         )
@@ -285,7 +285,7 @@ class NamedModules(QuantizedModules):
     def find_format(self, *spellings: str) -> WeightFormat | None:
         return next((self.formats[name] for name in spellings if name in self.formats), None)
 
-    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+    def find_head_form(self, *spellings: str) -> GroupQuantForm | None:
         return self.find_form(*spellings)
 
 
@@ -304,9 +304,9 @@ class DynamicModules(QuantizedModules):
                 return own_format
         return self.format
 
-    def find_form(self, *spellings: str) -> GroupedForm | None:
+    def find_form(self, *spellings: str) -> GroupQuantForm | None:
         left_out = any(part in name for part in self.unconverted for name in spellings)
         return None if left_out else super().find_form(*spellings)
 
-    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+    def find_head_form(self, *spellings: str) -> GroupQuantForm | None:
         return self.find_form(*spellings) if self.packs_head else None

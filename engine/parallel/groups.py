@@ -30,7 +30,7 @@ class ProcessGroup(Protocol):
         """Gather every rank's x, in rank order. The caller owns the result."""
 
 
-class AllToAll(Protocol):
+class AllToAllGroup(Protocol):
     """An expert-parallel group: ranks of different engines, which split the experts and have different tokens."""
 
     @property
@@ -85,6 +85,6 @@ class ProcessGroups:
     previous: PipelineLink | None = None  # None: the first stage
     next: PipelineLink | None = None  # None: the last stage
     local_ranks: int = 1  # ranks that share this host's cores and memory, including those of other engines
-    experts: AllToAll = SingleRankGroup()  # the expert-parallel group
+    experts: AllToAllGroup = SingleRankGroup()  # the expert-parallel group
     # Waits until all ranks have loaded, as operations time out. Returns whether its argument is true on all of them.
     wait_for_all: Callable[[bool], bool] = bool

@@ -19,7 +19,7 @@ from torch import Tensor
 from serve_llm.common.errors import PeerLost
 from serve_llm.engine.parallel.groups import ProcessGroup
 from serve_llm.engine.parallel.shm import CLOSED_MESSAGE, ChannelClosed
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.collectives import Collectives, RankTimeout, WindowClosed
 
@@ -27,7 +27,7 @@ PEER_SECONDS = 900.0  # limit for a peer to answer within a step; the executor's
 SUM_BYTES = 1 << 16  # elements added at a time, to stay in a core's cache
 
 
-def build_shm_group(rings: Sequence[Ring], rank: int) -> ProcessGroup:
+def build_shm_group(rings: Sequence[ShmRingBuffer], rank: int) -> ProcessGroup:
     """Build the fastest implementation that works here. All ranks of a host choose the same one, because they share an
     installation."""
     path = library.find()
@@ -40,7 +40,7 @@ def build_shm_group(rings: Sequence[Ring], rank: int) -> ProcessGroup:
 class CompiledGroup:
     """A `ProcessGroup` of the compiled library."""
 
-    def __init__(self, path: Path, rings: Sequence[Ring], rank: int, seconds: float = PEER_SECONDS) -> None:
+    def __init__(self, path: Path, rings: Sequence[ShmRingBuffer], rank: int, seconds: float = PEER_SECONDS) -> None:
         """path: of the compiled library. rings: one per rank of the group, equally large, used for nothing else.
         seconds: limit for another rank to answer. Raises OSError if the library cannot be loaded."""
         self.rank = rank
@@ -72,10 +72,10 @@ class CompiledGroup:
 
 
 class ShmGroup:
-    """A `ProcessGroup` and `AllToAll` in Python, for machines without the compiled library and for expert
+    """A `ProcessGroup` and `AllToAllGroup` in Python, for machines without the compiled library and for expert
     parallelism."""
 
-    def __init__(self, rings: Sequence[Ring], rank: int) -> None:
+    def __init__(self, rings: Sequence[ShmRingBuffer], rank: int) -> None:
         """rings: one per rank of the group, of at least 16 bytes, with as many readers as there are other ranks."""
         self.rank = rank
         self.size = len(rings)
@@ -122,7 +122,8 @@ class ShmGroup:
         return parts
 
     def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-        """See `AllToAll`. A ring carries what its rank sends to all others; each reader skips what is not for it."""
+        """See `AllToAllGroup`. A ring carries what its rank sends to all others; each reader skips what is not for
+        it."""
         received = [sent[self.rank] for sent in rows]
         result = x.new_empty((sum(received), *x.shape[1:]))
         parts = torch.split(result, received)
@@ -196,7 +197,7 @@ def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:
 class ShmLink:
     """A `PipelineLink` through one ring: one process sends, another one receives."""
 
-    def __init__(self, ring: Ring, dtype: torch.dtype) -> None:
+    def __init__(self, ring: ShmRingBuffer, dtype: torch.dtype) -> None:
         """dtype: of what is received."""
         self._writer = ring.writer()
         self._reader = ring.reader(0)

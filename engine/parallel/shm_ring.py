@@ -22,7 +22,7 @@ _LENGTH = 8  # bytes of the length before each message
 MEANWHILE_SECONDS = 0.005
 
 
-class Ring:
+class ShmRingBuffer:
     """The memory of a ring; `writer` and `reader` are its ends."""
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -33,7 +33,7 @@ class Ring:
         self.data = memory.bytes[start : start + self.capacity]
 
     @classmethod
-    def create(cls, num_readers: int, capacity: int) -> Ring:
+    def create(cls, num_readers: int, capacity: int) -> ShmRingBuffer:
         """capacity: bytes, rounded up to a power of two."""
         capacity = 1 << max(capacity - 1, 1).bit_length()
         memory = SharedMemory.create(4 * LINE * (2 + num_readers) + capacity)
@@ -42,14 +42,14 @@ class Ring:
         return cls(memory)
 
     @classmethod
-    def open(cls, handle: ShmHandle) -> Ring:
+    def open(cls, handle: ShmHandle) -> ShmRingBuffer:
         return cls(SharedMemory.open(handle))
 
-    def writer(self) -> Writer:
-        return Writer(self)
+    def writer(self) -> RingWriter:
+        return RingWriter(self)
 
-    def reader(self, index: int) -> Reader:
-        return Reader(self, index)
+    def reader(self, index: int) -> RingReader:
+        return RingReader(self, index)
 
     def close(self) -> None:
         self.memory.close()
@@ -65,23 +65,23 @@ def _deadline(seconds: float | None) -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
-class Writer:
+class RingWriter:
     """The one writing end."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: ShmRingBuffer) -> None:
         self._ring = ring
         self._words = ring.memory.words
         self._lines = [_line(1 + index) for index in range(ring.num_readers)]
         self._written = 0
 
     def send(self, message: bytes, seconds: float | None = None, meanwhile: Callable[[], None] | None = None) -> None:
-        """Send one message for `Reader.receive`. Raises as `write` does."""
+        """Send one message for `RingReader.receive`. Raises as `write` does."""
         self.write(len(message).to_bytes(_LENGTH, "little") + message, seconds, meanwhile)
 
     def write(
         self, data: bytes | memoryview, seconds: float | None = None, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Write bytes for `Reader.read_into`. Waits while the ring is full.
+        """Write bytes for `RingReader.read_into`. Waits while the ring is full.
 
         meanwhile: called repeatedly while waiting, to do work that a reader may be waiting for. Raises TimeoutError if
         a reader frees no space for `seconds`, ChannelClosed if the ring is closed.
@@ -128,10 +128,10 @@ class Writer:
             memory.wake(_line(0))
 
 
-class Reader:
+class RingReader:
     """One reading end. The writer waits for the slowest reader."""
 
-    def __init__(self, ring: Ring, index: int) -> None:
+    def __init__(self, ring: ShmRingBuffer, index: int) -> None:
         if not 0 <= index < ring.num_readers:
             raise ValueError(f"a ring with {ring.num_readers} readers has no reader {index}")
         self._ring = ring

@@ -109,7 +109,7 @@ class _Backend(Protocol):
 
 
 class TorchGroup:
-    """A `ProcessGroup` and `AllToAll`, and the links between its members.
+    """A `ProcessGroup` and `AllToAllGroup`, and the links between its members.
 
     With gloo, all_reduce adds in rank order as `ProcessGroup` requires: it gathers tensors and adds them (gloo's own
     ring starts each slice at another rank). NCCL does so only if `in_order`; otherwise its own all-reduce is used,
@@ -164,7 +164,7 @@ class TorchGroup:
         return list(found.view(x.dtype).view(self.size, *x.shape).unbind())
 
     def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-        """See `AllToAll.all_to_all`. Supports any dtype."""
+        """See `AllToAllGroup.all_to_all`. Supports any dtype."""
         counts = [sent[self.rank] for sent in rows]
         sent = x.contiguous().flatten(1).view(torch.uint8)
         found = sent.new_empty((sum(counts), sent.shape[1]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serve_llm.common.errors import OptionError
 from serve_llm.kernels.linear_fp8 import DTYPE, LARGEST, is_supported
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 CHUNK = 1024  # outputs converted at a time, to keep temporary memory small
 
@@ -42,7 +42,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def quantise_codes(weight: Tensor) -> GroupedWeight:
+def quantise_codes(weight: Tensor) -> GroupQuantWeight:
     """The same numbers and scales, for products in which activations are not rounded to 8 bits."""
     numbers, scales = quantise(weight)
-    return GroupedWeight(numbers.view(torch.uint8), 8, scales, max(weight.shape[1], 1), is_float8=True)
+    return GroupQuantWeight(numbers.view(torch.uint8), 8, scales, max(weight.shape[1], 1), is_float8=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serve_llm.engine.quantization.packed_integers import CodeMatrix
+from serve_llm.engine.quantization.packed_integers import QuantizedMatrix
 
 DTYPE = torch.float8_e4m3fn
 
 
-def build_matrix(numbers: Tensor, scales: Tensor, block: tuple[int, int], first: tuple[int, int]) -> CodeMatrix:
+def build_matrix(numbers: Tensor, scales: Tensor, block: tuple[int, int], first: tuple[int, int]) -> QuantizedMatrix:
     """A part of a matrix whose rows have the scales of their blocks.
 
     numbers: (rows, columns) float8_e4m3fn. scales: floats, one per block that the part overlaps. block: rows and
@@ -20,4 +20,4 @@ def build_matrix(numbers: Tensor, scales: Tensor, block: tuple[int, int], first:
     """
     rows, columns = (torch.arange(size, device=numbers.device) for size in numbers.shape)
     scales_of_rows = scales.float()[(rows + first[0]) // block[0]]
-    return CodeMatrix(numbers.view(torch.uint8), 8, scales_of_rows, (columns + first[1]) // block[1], block[1])
+    return QuantizedMatrix(numbers.view(torch.uint8), 8, scales_of_rows, (columns + first[1]) // block[1], block[1])

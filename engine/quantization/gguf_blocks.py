@@ -11,22 +11,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.linear_grouped import GroupedWeight, build_e2m1_table
+from serve_llm.kernels.linear_grouped import GroupQuantWeight, build_e2m1_table
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def unpack_blocks(blocks: Tensor, kind: str) -> GroupedWeight:
+def unpack_blocks(blocks: Tensor, kind: str) -> GroupQuantWeight:
     """blocks: (rows, blocks, bytes) uint8. kind: such as "Q4_K"."""
     return _UNPACK[kind](blocks)
 
 
 def _group(
     codes: Tensor, bits: int, scales: Tensor, minimums: Tensor | None = None, table: Tensor | None = None
-) -> GroupedWeight:
+) -> GroupQuantWeight:
     """codes: (rows, blocks, numbers of a block). scales, minimums: (rows, blocks, groups of a block)."""
     codes = codes.to(torch.uint8)
-    return GroupedWeight(
+    return GroupQuantWeight(
         codes.flatten(1),
         bits,
         scales.flatten(1),
@@ -63,39 +63,39 @@ def _split(blocks: Tensor, *sizes: int) -> list[Tensor]:
     return list(torch.split(blocks, list(sizes), -1))
 
 
-def _unpack_q4_0(blocks: Tensor) -> GroupedWeight:
+def _unpack_q4_0(blocks: Tensor) -> GroupQuantWeight:
     scale, numbers = _split(blocks, 2, 16)
     return _group(_nibbles(numbers, 16), 4, _half(scale))
 
 
-def _unpack_q4_1(blocks: Tensor) -> GroupedWeight:
+def _unpack_q4_1(blocks: Tensor) -> GroupQuantWeight:
     scale, lowest, numbers = _split(blocks, 2, 2, 16)
     scales = _half(scale)
     return _group(_nibbles(numbers, 16), 4, scales, -_half(lowest) - 8 * scales)
 
 
-def _unpack_q5_0(blocks: Tensor) -> GroupedWeight:
+def _unpack_q5_0(blocks: Tensor) -> GroupQuantWeight:
     scale, fifth, numbers = _split(blocks, 2, 4, 16)
     return _group((_nibbles(numbers, 16) | _fifth_bits(fifth)) + (128 - 16), 8, _half(scale))
 
 
-def _unpack_q5_1(blocks: Tensor) -> GroupedWeight:
+def _unpack_q5_1(blocks: Tensor) -> GroupQuantWeight:
     scale, lowest, fifth, numbers = _split(blocks, 2, 2, 4, 16)
     return _group((_nibbles(numbers, 16) | _fifth_bits(fifth)) + 128, 8, _half(scale), -_half(lowest))
 
 
-def _unpack_q8_0(blocks: Tensor) -> GroupedWeight:
+def _unpack_q8_0(blocks: Tensor) -> GroupQuantWeight:
     scale, numbers = _split(blocks, 2, 32)
     return _group(numbers ^ 128, 8, _half(scale))
 
 
-def _unpack_q2_k(blocks: Tensor) -> GroupedWeight:
+def _unpack_q2_k(blocks: Tensor) -> GroupQuantWeight:
     factors, numbers, scale, lowest = _split(blocks, 16, 64, 2, 2)
     scales = _half(scale) * (factors & 0xF)
     return _group(_bits(numbers, 32, 4, 2) + 8, 4, scales, _half(lowest) * (factors >> 4))
 
 
-def _unpack_q3_k(blocks: Tensor) -> GroupedWeight:
+def _unpack_q3_k(blocks: Tensor) -> GroupQuantWeight:
     third, numbers, factors, scale = _split(blocks, 32, 64, 12, 2)
     lower = _nibbles(factors[..., :8], 8)
     upper = _bits(factors[..., 8:], 4, 4, 2)
@@ -112,33 +112,33 @@ def _six_bit_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales, minimums
 
 
-def _unpack_q4_k(blocks: Tensor) -> GroupedWeight:
+def _unpack_q4_k(blocks: Tensor) -> GroupQuantWeight:
     scale, lowest, factors, numbers = _split(blocks, 2, 2, 12, 128)
     of_scales, of_minimums = _six_bit_factors(factors)
     scales = _half(scale) * of_scales
     return _group(_nibbles(numbers, 32), 4, scales, _half(lowest) * of_minimums - 8 * scales)
 
 
-def _unpack_q5_k(blocks: Tensor) -> GroupedWeight:
+def _unpack_q5_k(blocks: Tensor) -> GroupQuantWeight:
     scale, lowest, factors, fifth, numbers = _split(blocks, 2, 2, 12, 32, 128)
     of_scales, of_minimums = _six_bit_factors(factors)
     codes = _nibbles(numbers, 32) | _bits(fifth, 32, 8, 1) << 4
     return _group(codes + 128, 8, _half(scale) * of_scales, _half(lowest) * of_minimums)
 
 
-def _unpack_q6_k(blocks: Tensor) -> GroupedWeight:
+def _unpack_q6_k(blocks: Tensor) -> GroupQuantWeight:
     lower, upper, factors, scale = _split(blocks, 128, 64, 16, 2)
     codes = _nibbles(lower, 64) | _bits(upper, 32, 4, 2) << 4
     return _group(codes + (128 - 32), 8, _half(scale) * factors.view(torch.int8))
 
 
-def _unpack_iq4_nl(blocks: Tensor) -> GroupedWeight:
+def _unpack_iq4_nl(blocks: Tensor) -> GroupQuantWeight:
     scale, numbers = _split(blocks, 2, 16)
     table = torch.tensor(IQ4_VALUES, dtype=torch.float32, device=blocks.device)
     return _group(_nibbles(numbers, 16), 4, _half(scale), table=table)
 
 
-def _unpack_iq4_xs(blocks: Tensor) -> GroupedWeight:
+def _unpack_iq4_xs(blocks: Tensor) -> GroupQuantWeight:
     scale, high, low, numbers = _split(blocks, 2, 2, 4, 128)
     lower = torch.stack((low & 0xF, low >> 4), -1).flatten(-2)
     upper = torch.stack([(high >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
@@ -147,13 +147,13 @@ def _unpack_iq4_xs(blocks: Tensor) -> GroupedWeight:
     return _group(_nibbles(numbers, 16), 4, scales, table=table)
 
 
-def _unpack_mxfp4(blocks: Tensor) -> GroupedWeight:
+def _unpack_mxfp4(blocks: Tensor) -> GroupQuantWeight:
     scale, numbers = _split(blocks, 1, 16)
     exponents = scale.contiguous().view(torch.float8_e8m0fnu)  # ggml halves the scale and doubles the table
     return _group(_nibbles(numbers, 16), 4, exponents, table=build_e2m1_table(blocks.device))
 
 
-_UNPACK: dict[str, Callable[[Tensor], GroupedWeight]] = {
+_UNPACK: dict[str, Callable[[Tensor], GroupQuantWeight]] = {
     "Q4_0": _unpack_q4_0,
     "Q4_1": _unpack_q4_1,
     "Q5_0": _unpack_q5_0,

@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from serve_llm.kernels.quantise_int4 import MIDDLE, quantise_int4
 
 BITS = 4
 QuantiseInt4 = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
-def quantise(weight: Tensor, group_size: int | None, quantise_groups: QuantiseInt4 = quantise_int4) -> GroupedWeight:
+def quantise(weight: Tensor, group_size: int | None, quantise_groups: QuantiseInt4 = quantise_int4) -> GroupQuantWeight:
     """weight: (outputs, inputs), any float dtype. group_size: None for one group of all inputs. quantise_groups: a
     version of `quantise_int4`."""
     size = group_size or max(weight.shape[1], 1)
     codes, scales, zeros = quantise_groups(weight, size)
-    return GroupedWeight(codes, BITS, scales, size, zeros=zeros - MIDDLE)
+    return GroupQuantWeight(codes, BITS, scales, size, zeros=zeros - MIDDLE)

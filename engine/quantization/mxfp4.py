@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.linear_grouped import GroupedWeight, build_e2m1_table
+from serve_llm.kernels.linear_grouped import GroupQuantWeight, build_e2m1_table
 
 BLOCK = 32  # numbers per block
 
@@ -18,7 +18,7 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
 
 
-def build_weight(blocks: Tensor, scales: Tensor) -> GroupedWeight:
+def build_weight(blocks: Tensor, scales: Tensor) -> GroupQuantWeight:
     """blocks: (rows, blocks, 16) uint8. scales: (rows, blocks) uint8, exponents of two plus 127, or 255 for NaN."""
     codes = unpack(blocks).flatten(1)
-    return GroupedWeight(codes, 4, scales.view(torch.float8_e8m0fnu), BLOCK, table=build_e2m1_table(blocks.device))
+    return GroupQuantWeight(codes, 4, scales.view(torch.float8_e8m0fnu), BLOCK, table=build_e2m1_table(blocks.device))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 WORD_BITS = 32
 CHUNK = 1024  # outputs dequantised at a time, to keep temporary memory small
@@ -15,13 +15,13 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which 4 bits of a word, lowest first, ho
 
 
 @dataclass(frozen=True)
-class CodeMatrix:
+class QuantizedMatrix:
     """weight[n, k] = value[n, k] * scales[n, groups[k]] / divisors[n]. value is codes[n, k] - zeros[n, groups[k]] with
     zero points, table[codes[n, k]] with a table, and else the float8_e4m3fn number of these bits."""
 
     codes: Tensor  # (outputs, inputs) uint8
     bits: int
-    scales: Tensor  # (outputs, number of groups), as in `GroupedWeight`
+    scales: Tensor  # (outputs, number of groups), as in `GroupQuantWeight`
     groups: Tensor  # (inputs,) int64, 0 for the first group of which the matrix has a part
     group_size: int  # inputs of a whole group
     zeros: Tensor | None = None  # shape as scales, float32
@@ -52,7 +52,7 @@ class CodeMatrix:
         return weight
 
 
-def build_grouped_weight(matrix: CodeMatrix, first: int) -> GroupedWeight | None:
+def build_grouped_weight(matrix: QuantizedMatrix, first: int) -> GroupQuantWeight | None:
     """Return the form in which the matrix is multiplied; None if its groups cannot be brought into order.
 
     first: the number of the matrix's first input in the module.
@@ -71,7 +71,7 @@ def build_grouped_weight(matrix: CodeMatrix, first: int) -> GroupedWeight | None
             return None
         codes = codes[:, order]
     if matrix.zeros is None:
-        return GroupedWeight(
+        return GroupQuantWeight(
             codes,
             matrix.bits,
             matrix.scales,
@@ -89,8 +89,8 @@ def build_grouped_weight(matrix: CodeMatrix, first: int) -> GroupedWeight | None
         shift = int(-zeros[0, 0])
         if 0 <= shift < 2**bits - 2**matrix.bits + 1:  # codes without zero points can represent the same numbers
             codes = codes + shift
-            return GroupedWeight(codes, bits, matrix.scales, group_size, offset=offset, order=order)
-    return GroupedWeight(codes, bits, matrix.scales, group_size, zeros=zeros, offset=offset, order=order)
+            return GroupQuantWeight(codes, bits, matrix.scales, group_size, offset=offset, order=order)
+    return GroupQuantWeight(codes, bits, matrix.scales, group_size, zeros=zeros, offset=offset, order=order)
 
 
 def count_words(values: int, bits: int) -> int:

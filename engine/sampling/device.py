@@ -25,15 +25,15 @@ from serve_llm.engine.sampling.sampler import (
 )
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 from serve_llm.engine.transfer import DeviceCopier, PendingCopy
-from serve_llm.kernels.sampling import DeviceSampling, Draw, LogitAdjustments, LogSoftmax
+from serve_llm.kernels.sampling import DeviceSamplingKernels, Draw, LogitAdjustments, LogprobsTensors
 
-LOGPROB_COLUMNS = len(LogSoftmax._fields)
+LOGPROB_COLUMNS = len(LogprobsTensors._fields)
 
 
 class DeviceSampler:
     """Samples like `Sampler`, with the same result on every rank of a group."""
 
-    def __init__(self, vocabulary: VocabParallelLogits, kernels: DeviceSampling, copier: DeviceCopier) -> None:
+    def __init__(self, vocabulary: VocabParallelLogits, kernels: DeviceSamplingKernels, copier: DeviceCopier) -> None:
         self._vocabulary = vocabulary
         self._kernels = kernels
         self._copier = copier

@@ -1,7 +1,8 @@
 """Logit biases, bans and penalties: what a request's parameters do to its logits before sampling.
 
 `adjust` defines them for one row, with the formulas and the order of vLLM. `pack_adjustments` packs the same changes of
-many rows for one launch of `kernels.sampling.DeviceSampling.adjust`. Rows without such parameters are not touched.
+many rows for one launch of `kernels.sampling.DeviceSamplingKernels.adjust`. Rows without such parameters are not
+touched.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 import msgspec
 
 from serve_llm.engine.scheduler.block_pool import BlockKey
-from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence
 
 DEVICE = "GPU"  # vLLM's name for device memory; here also used on a CPU
 HOST = "CPU"  # vLLM's name for host memory
@@ -55,7 +55,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 class KVEventRecorder:
     """Collects the events of a step."""
 
-    def __init__(self, groups: Items[GroupLayout]) -> None:
+    def __init__(self, groups: Items[KVCacheSpec]) -> None:
         self._groups = groups
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]  # sent first
 

@@ -28,7 +28,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True):
     uses_long_rope: bool = False  # see `Sequence`
     pooling: bool = False  # return the prompt's vector
     pools_tokens: bool = False  # return a vector of each token of the prompt
-    second_text_start: int | None = None  # see `Request`
+    second_text_start: int | None = None  # see `EngineCoreRequest`
     adapter: Adapter | None = None  # to be loaded into `adapter_slot` for this step
     adapter_slot: int | None = None
     adapter_files: AdapterFiles | None = None  # for ranks on other hosts that do not hold the adapter
@@ -95,7 +95,7 @@ class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     token_id: int | None = None  # set if a token was to be sampled
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 .., if the request wants them
-    vector: bytes | None = None  # vector of the prompt that ends here, or those of its tokens; see `Output`
+    vector: bytes | None = None  # vector of the prompt that ends here, or those of its tokens; see `EngineCoreOutput`
     accepted_ids: tuple[int, ...] = ()  # drafts that equal the ids sampled there; token_id comes after them
     known_logprobs: tuple[TokenLogprobs, ...] = ()  # for accepted_ids, or positions logprobs_start+1 .. before token_id
     forced_ids: tuple[int, ...] = ()  # forced after token_id by the grammar; the structured output manager adds them
@@ -103,7 +103,7 @@ class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None  # set instead of a token that could not be sampled; ends the request
     # The hidden states of each token that the draft source reads, in the model's dtype; None if it reads none.
     hidden_states: bytes | None = None
-    is_contradiction: bool = False  # see `Output`
+    is_contradiction: bool = False  # see `EngineCoreOutput`
 
     def cut(self, num_accepted: int) -> None:
         """End the text at the accepted id after the first `num_accepted`, which becomes the sampled one."""

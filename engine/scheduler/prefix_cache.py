@@ -10,7 +10,7 @@ from serve_llm.engine.scheduler.block_pool import BlockKey, BlockPool
 from serve_llm.engine.scheduler.kv_events import KVEventRecorder
 from serve_llm.engine.scheduler.offload import OffloadManager
 from serve_llm.engine.scheduler.output import BlockCopy
-from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence
+from serve_llm.engine.scheduler.sequence import RELEASED, KVCacheSpec, Sequence
 
 OFFLOADED = -2  # a block table entry whose block is in host memory
 
@@ -27,7 +27,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        groups: Items[GroupLayout],
+        groups: Items[KVCacheSpec],
         pool: BlockPool,
         enabled: bool,
         offload: OffloadManager | None = None,

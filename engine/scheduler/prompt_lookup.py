@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from serve_llm.engine.scheduler.ngram_index import NgramIndex, count_equal, hash_end
 from serve_llm.engine.scheduler.recent_texts import RecentTexts
-from serve_llm.engine.scheduler.run_index import RunIndex, count_equal, hash_end
 from serve_llm.engine.scheduler.sequence import Sequence
 
 NONE = -1
 
 
-class TextGuess(NamedTuple):
+class NgramDraft(NamedTuple):
     """Ids that may come next, because they followed an earlier occurrence of the text's end."""
 
     token_ids: Items[int]
     match_length: int  # ids of that occurrence
 
 
-NO_GUESS = TextGuess((), 0)
+NO_GUESS = NgramDraft((), 0)
 
 
 class PromptLookup:
@@ -32,12 +32,12 @@ class PromptLookup:
         self._min_match = min_match
         self._max_match = max_match
         self._recent = recent
-        self._index = RunIndex(min_match)
+        self._index = NgramIndex(min_match)
         self._num_ids = 0  # length of the text when it was last seen
         self._end = NONE  # the position after the occurrence found then
         self._length = 0
 
-    def propose(self, token_ids: Items[int], count: int) -> TextGuess:
+    def propose(self, token_ids: Items[int], count: int) -> NgramDraft:
         """Return up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
         num_ids = len(token_ids)
         self._index.extend(token_ids, num_ids - 1)  # each run in it is followed by an id
@@ -56,12 +56,12 @@ class PromptLookup:
             if self._recent is not None and length < self._max_match:
                 found, longer = self._recent.find(token_ids, run, count, length)
                 if found:
-                    return TextGuess(found, longer)
+                    return NgramDraft(found, longer)
             if end == NONE:
                 return NO_GUESS
             self._end = end
             self._length = length
-        return TextGuess(self._continue(token_ids, count), self._length)
+        return NgramDraft(self._continue(token_ids, count), self._length)
 
     def _continue(self, token_ids: Items[int], count: int) -> list[int]:
         """Return the ids after the occurrence. It may overlap the text's end: then the text repeats itself."""

@@ -10,8 +10,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 
-from serve_llm.common.types import Request
-from serve_llm.engine.scheduler.run_index import RunIndex, count_equal
+from serve_llm.common.types import EngineCoreRequest
+from serve_llm.engine.scheduler.ngram_index import NgramIndex, count_equal
 
 MAX_IDS = 1 << 15  # ids kept per group of requests; about 0.6 MB with the index
 MAX_GROUPS = 32
@@ -26,7 +26,7 @@ class RecentTexts:
         self._min_match = min_match
         self._max_match = max_match
         self._ids = array("i")
-        self._index = RunIndex(min_match, MAX_IDS)
+        self._index = NgramIndex(min_match, MAX_IDS)
 
     def add(self, token_ids: Items[int]) -> None:
         """Add a text. If there are too many ids, drop the older half."""
@@ -34,12 +34,12 @@ class RecentTexts:
         self._ids.append(END)
         if len(self._ids) > MAX_IDS:
             self._ids = self._ids[self._ids.index(END, len(self._ids) - 1 - MAX_IDS // 2) + 1 :]
-            self._index = RunIndex(self._min_match, MAX_IDS)
+            self._index = NgramIndex(self._min_match, MAX_IDS)
         self._index.extend(self._ids, len(self._ids))
 
     def find(self, token_ids: Items[int], run: int, count: int, least: int) -> tuple[list[int], int]:
         """Return up to `count` ids that followed the end of `token_ids` in the text with the longest match, if it is
-        longer than `least`; and the length of the match. run: hash of the last ids; see `RunIndex.find`."""
+        longer than `least`; and the length of the match. run: hash of the last ids; see `NgramIndex.find`."""
         best: list[int] = []
         best_length = least
         last = len(token_ids) - 1
@@ -62,7 +62,7 @@ class RecentTextGroups:
         self._lengths = (min_match, max_match)
         self._groups: OrderedDict[tuple[int, str], RecentTexts] = OrderedDict()
 
-    def find(self, request: Request) -> RecentTexts:
+    def find(self, request: EngineCoreRequest) -> RecentTexts:
         """Find the texts that the request may see."""
         key = (request.tenant, request.cache_salt)
         if key not in self._groups:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from serve_llm.common.types import FinishReason, Output
+from serve_llm.common.types import EngineCoreOutput, FinishReason
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.sequence import Sequence
 
 
-def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> Output | None:
+def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> EngineCoreOutput | None:
     """Append the new ids to the sequence. Returns the request's output; None if there is nothing yet.
 
     Forced ids after a sampled one are sent with it, unless the request wants their log-probabilities. In this case,
     both come with the step that computes these ids.
     """
     if result.error is not None:
-        return Output(
+        return EngineCoreOutput(
             id=sequence.request.id,
             token_ids=[],
             finish_reason=FinishReason.ERROR,
@@ -51,7 +51,7 @@ def _append_ids(sequence: Sequence, result: RunnerOutput, max_model_len: int) ->
     return None
 
 
-def _build_output(sequence: Sequence, result: RunnerOutput) -> Output:
+def _build_output(sequence: Sequence, result: RunnerOutput) -> EngineCoreOutput:
     new_ids = sequence.token_ids[sequence.num_delivered :]
     logprobs = None
     if sequence.sampling.logprobs is not None and new_ids:
@@ -62,7 +62,7 @@ def _build_output(sequence: Sequence, result: RunnerOutput) -> Output:
         logprobs = logprobs[: len(new_ids)]  # an accepted draft may end the request
     sequence.num_delivered += len(new_ids)
     vector = b"".join(sequence.vectors) if sequence.request.pooling else None
-    output = Output(id=sequence.request.id, token_ids=new_ids, logprobs=logprobs, vector=vector)
+    output = EngineCoreOutput(id=sequence.request.id, token_ids=new_ids, logprobs=logprobs, vector=vector)
     if sequence.num_delivered == len(sequence.token_ids):
         output.finish_reason = sequence.end_reason
         if output.finish_reason is FinishReason.STOP and not result.ends_text and result.token_id is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
-from serve_llm.common.types import Stats
+from serve_llm.common.types import SchedulerStats
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.block_pool import BlockPool
 from serve_llm.engine.scheduler.policy import WaitingQueue
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
-from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence, most_blocks
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence, most_blocks
 
 
 class RunningSequences:
@@ -18,12 +18,12 @@ class RunningSequences:
 
     def __init__(
         self,
-        groups: Items[GroupLayout],
+        groups: Items[KVCacheSpec],
         pool: BlockPool,
         prefix_cache: PrefixCache,
         adapters: AdapterSlots,
         waiting: WaitingQueue,
-        stats: Stats,
+        stats: SchedulerStats,
         *,
         max_num_seqs: int,
         max_chunk: int,

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 
-from serve_llm.common.types import LOWEST_PRIORITY, Output, Request, Stats
+from serve_llm.common.types import LOWEST_PRIORITY, EngineCoreOutput, EngineCoreRequest, SchedulerStats
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
-from serve_llm.engine.scheduler.batch_share import BatchShare
+from serve_llm.engine.scheduler.batch_api_share import BatchApiShare
 from serve_llm.engine.scheduler.block_pool import BlockPool
 from serve_llm.engine.scheduler.kv_events import KVEventRecorder
 from serve_llm.engine.scheduler.offload import OffloadManager
@@ -27,7 +27,7 @@ from serve_llm.engine.scheduler.policy import WaitingQueue
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
 from serve_llm.engine.scheduler.results import add_result
 from serve_llm.engine.scheduler.running import RunningSequences
-from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence
 from serve_llm.engine.scheduler.speculation import Speculator
 
 
@@ -36,7 +36,7 @@ class Scheduler:
 
     def __init__(
         self,
-        groups: Items[GroupLayout],
+        groups: Items[KVCacheSpec],
         num_blocks: int,
         *,
         max_num_seqs: int,
@@ -73,8 +73,8 @@ class Scheduler:
         self._num_before_batches = 0  # live sequences that do not belong to batches
         self._num_active = 0  # running ones that are not paused
         self._num_deferred = 0  # waiting ones that the newest step has skipped
-        self._batch_share = BatchShare(max_chunk if whole_prompts else BatchShare.MOST)
-        self._stats = Stats()
+        self._batch_share = BatchApiShare(max_chunk if whole_prompts else BatchApiShare.MOST)
+        self._stats = SchedulerStats()
         self._running = RunningSequences(
             self._groups,
             self._pool,
@@ -88,12 +88,12 @@ class Scheduler:
 
     # Requests in and out.
 
-    def add(self, request: Request, now: float) -> Output | None:
+    def add(self, request: EngineCoreRequest, now: float) -> EngineCoreOutput | None:
         """Add a request to the queue. Returns its final output if nothing is left to compute."""
         self._num_arrivals += 1
         sequence = Sequence(request, self._groups, self._num_arrivals, now, self._long_rope_threshold)
         if sequence.num_output and (reason := sequence.finish_reason(self._max_model_len)) is not None:
-            return Output(id=request.id, token_ids=[], finish_reason=reason)
+            return EngineCoreOutput(id=request.id, token_ids=[], finish_reason=reason)
         self._sequences[request.id] = sequence
         self._num_before_batches += not sequence.is_of_batch
         self._waiting.add(sequence)
@@ -142,7 +142,7 @@ class Scheduler:
         """Ids of the requests in steps without a result yet."""
         return [sequence.request.id for sequence in self._running if sequence.num_scheduled > sequence.num_computed]
 
-    def stats(self) -> Stats:
+    def stats(self) -> SchedulerStats:
         """Return total counters and current gauges. The caller sets num_steps and step_tokens."""
         self._stats.num_running = len(self._running)
         self._stats.num_waiting = len(self._waiting)
@@ -348,7 +348,7 @@ class Scheduler:
 
     # Results of a step.
 
-    def update_from_output(self, scheduled: SchedulerOutput, results: Items[RunnerOutput]) -> list[Output]:
+    def update_from_output(self, scheduled: SchedulerOutput, results: Items[RunnerOutput]) -> list[EngineCoreOutput]:
         """Record the results of a step. Call in the order in which steps were scheduled. Returns outputs for
         requests."""
         self._prefix_cache.finish_step()

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from serve_llm.common import prefix_hash
-from serve_llm.common.types import LOWEST_PRIORITY, FinishReason, Request, TokenLogprobs
+from serve_llm.common.types import LOWEST_PRIORITY, EngineCoreRequest, FinishReason, TokenLogprobs
 from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens
 
@@ -14,7 +14,7 @@ RELEASED = -1  # a block table entry whose block left the sliding window and was
 
 
 @dataclass(frozen=True)
-class GroupLayout:
+class KVCacheSpec:
     """How the tokens of one KV group are laid out in blocks."""
 
     block_size: int  # tokens per block
@@ -27,7 +27,7 @@ class GroupLayout:
         return self.window if self.chunked else None
 
 
-def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:
+def most_blocks(group: KVCacheSpec, num_tokens: int, max_chunk: int) -> int:
     """Maximum number of blocks that a sequence of `num_tokens` holds in a group, with at most `max_chunk` tokens per
     step."""
     if group.window is not None:  # the window, the chunk being computed, and a block partly outside
@@ -76,8 +76,8 @@ class Sequence:
 
     def __init__(
         self,
-        request: Request,
-        groups: Items[GroupLayout],
+        request: EngineCoreRequest,
+        groups: Items[KVCacheSpec],
         arrival: int,
         now: float,
         long_rope_threshold: int | None = None,

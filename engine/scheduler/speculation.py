@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from serve_llm.common.types import Request
-from serve_llm.engine.scheduler.match_rates import LONGEST, MatchRates
-from serve_llm.engine.scheduler.prompt_lookup import TextGuess
+from serve_llm.common.types import EngineCoreRequest
+from serve_llm.engine.scheduler.acceptance_rates import LONGEST, AcceptanceRates
+from serve_llm.engine.scheduler.prompt_lookup import NgramDraft
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.scheduler.step_costs import DraftPause, StepCosts
 
@@ -28,17 +28,17 @@ EXCESS_WEIGHT = 0.1  # the same for drafts from texts
 LEAST_RATE = 0.1  # below this acceptance rate, drafts are not worth a row even if rows are free
 
 
-class DraftSource(Protocol):
+class DraftProposer(Protocol):
     """Drafts the continuation of one text, at almost no cost."""
 
-    def propose(self, token_ids: Items[int], count: int) -> TextGuess:
+    def propose(self, token_ids: Items[int], count: int) -> NgramDraft:
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
 
     def finish(self, sequence: Sequence) -> None:
         """Record that the text has ended."""
 
 
-class BatchDraftSource(Protocol):
+class BatchDraftProposer(Protocol):
     """Drafts the continuations of several texts at once. This takes time: see `step_seconds`."""
 
     step_seconds: float  # time of one more draft id for all texts; 0 until it is known
@@ -90,8 +90,8 @@ class _ModelDrafter(_Drafter):
 
 @dataclass(slots=True, kw_only=True)
 class _TextDrafter(_Drafter):
-    source: DraftSource
-    rates: MatchRates  # shared by all sequences
+    source: DraftProposer
+    rates: AcceptanceRates  # shared by all sequences
     match_length: int = 0  # ids that the draft follows
     next_lookup: int = 0  # length of the sequence at which to look for the next draft
     excess: float = 0.0  # recent acceptance rate of its drafts, minus that in `rates`
@@ -129,7 +129,7 @@ class Speculator(ABC):
         """Process the sequence's new ids."""
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
-        """See `BatchDraftSource`. Only called for sources that read them."""
+        """See `BatchDraftProposer`. Only called for sources that read them."""
         raise NotImplementedError
 
     def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int, num_waiting: int = 0) -> None:
@@ -219,7 +219,7 @@ class TextSpeculator(Speculator):
     def __init__(
         self,
         num_tokens: int,
-        build_source: Callable[[Request], DraftSource],
+        build_source: Callable[[EngineCoreRequest], DraftProposer],
         clock: Callable[[], float],
         max_sequences: int | None = None,
     ) -> None:
@@ -228,7 +228,7 @@ class TextSpeculator(Speculator):
         self._drafters: dict[int, _TextDrafter] = {}
         self._build_source = build_source
         self._clock = clock
-        self._rates = MatchRates()
+        self._rates = AcceptanceRates()
         self._pause = DraftPause()
         self._lookup_seconds = 0.0  # since the last step
         self._num_steps = 0
@@ -310,7 +310,7 @@ class ModelSpeculator(Speculator):
     RATE_MEMORY = 0.98  # weight of the rate so far, over all sequences, relative to one new comparison
     TRIAL_IDS = 32  # make a draft after this many ids without one, so that a low rate can recover
 
-    def __init__(self, num_tokens: int, source: BatchDraftSource, max_sequences: int | None = None) -> None:
+    def __init__(self, num_tokens: int, source: BatchDraftProposer, max_sequences: int | None = None) -> None:
         super().__init__(num_tokens, max_sequences)
         self._drafters: dict[int, _ModelDrafter] = {}
         self._source = source

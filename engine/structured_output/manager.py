@@ -15,7 +15,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from serve_llm.common.grammar import matcher_error
-from serve_llm.common.types import Request
+from serve_llm.common.types import EngineCoreRequest
 from serve_llm.engine.pending_requests import WAIT_SECONDS, PendingRequests
 from serve_llm.engine.scheduler.output import MaskSource, NewRequestData, RunnerOutput, SchedulerOutput
 from serve_llm.engine.structured_output.builder import MatcherBuilder
@@ -42,7 +42,7 @@ class StructuredOutputManager:
         self._states: dict[int, ConstraintState] = {}  # by req_index
         self._held: dict[int, Future[LLMatcher | None]] = {}  # by id, for requests that have not ended
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: EngineCoreRequest) -> None:
         """Start to compile a request's grammar; the request waits in `compiling`."""
         future = self._compiler.compile(request.sampling.grammar)
         self._held[request.id] = future  # so that no step compiles it again after a preemption

@@ -16,10 +16,10 @@ from serve_llm.common.types import Adapter
 from serve_llm.engine.lora.adapter_memory import AdapterMemory
 from serve_llm.engine.lora.files import AdapterContents, parse_adapter, read_adapter
 from serve_llm.engine.lora.tensors import AdapterTensor
-from serve_llm.engine.model.build import Part
+from serve_llm.engine.model.build import WeightSlice
 from serve_llm.engine.model.lora import (
-    EmbeddingProduct,
     LoRAEmbedding,
+    LoRAEmbeddingWeights,
     LoRALayers,
     LoRALinear,
     LoRAPart,
@@ -40,7 +40,7 @@ class _BuiltAdapter(NamedTuple):
     """An adapter's products on this rank."""
 
     products: list[LoRAProduct | None]  # in the order of `LoRALayers.layers`; None where the adapter changes nothing
-    embedding: EmbeddingProduct | None
+    embedding: LoRAEmbeddingWeights | None
     needs_groups: bool  # it changes the embedding or experts, whose layers have no slots
 
 
@@ -186,7 +186,7 @@ class AdapterLoader:
             module_name, rule, _to_tensor(module.down), _to_tensor(module.up), module.scale, module.magnitude
         )
 
-    def _build_embedding(self, layer: LoRAEmbedding, contents: AdapterContents) -> EmbeddingProduct | None:
+    def _build_embedding(self, layer: LoRAEmbedding, contents: AdapterContents) -> LoRAEmbeddingWeights | None:
         """Return None if the adapter does not change the embedding."""
         module = contents.modules.get(self._rules["embedding.weight"].source.removesuffix(".weight"))
         if module is None:
@@ -200,7 +200,7 @@ class AdapterLoader:
             up *= factor.unsqueeze(1)
             scale = OutputScale(factor.to(self._device), None)
         own = down[:, layer.ids.start : layer.ids.stop].T
-        return EmbeddingProduct(self._prepare(own), self._kernels.pack(self._prepare(up)), scale)
+        return LoRAEmbeddingWeights(self._prepare(own), self._kernels.pack(self._prepare(up)), scale)
 
     def _compute_lengths(self, name: str, part: LoRAPart, up: Tensor, down: Tensor) -> Tensor:
         """Compute the L2 norms of this rank's rows of the weight with the adapter, over all inputs: (outputs,) float32.
@@ -283,7 +283,7 @@ class _Stacks:
 def _read_rows(name: str, part: LoRAPart, rule: WeightRule, whole: Tensor) -> Tensor:
     """Read this rank's rows of a module's tensor with one row per output, as float32."""
     rule = replace(rule, transform="none", format=None)  # PEFT always stores outputs first
-    location = locate(name, rule, (part.shape[0], *whole.shape[1:]), Part(0, part.outputs))
+    location = locate(name, rule, (part.shape[0], *whole.shape[1:]), WeightSlice(0, part.outputs))
     rows = location.ranges[0]
     return location.select(whole[rows.start : rows.stop]).contiguous()
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import GroupedWeightLoader, Part, WeightLoader, is_float32
-from serve_llm.engine.model.quantization_spec import GroupedForm, GroupedSpec, find_linear_layer
-from serve_llm.kernels.linear_grouped import FLOAT8_NAN, GroupedWeight, build_e2m1_table
+from serve_llm.engine.model.build import GroupQuantWeightLoader, WeightLoader, WeightSlice, is_float32
+from serve_llm.engine.model.quantization_spec import GroupQuantForm, GroupQuantSpec, find_linear_layer
+from serve_llm.kernels.linear_grouped import FLOAT8_NAN, GroupQuantWeight, build_e2m1_table
 
 DEVIATION = 0.02  # standard deviation in a matrix
 _SCALE_DTYPES = {  # by the bytes of a scale, and whether a number divides it
@@ -27,7 +27,9 @@ _SCALE_DTYPES = {  # by the bytes of a scale, and whether a number divides it
 def build_dummy_loader(seed: int, model_dtype: torch.dtype, device: torch.device) -> WeightLoader:
     """Return a loader of random weights. Weights of norms, and scales that divide activations, are close to 1."""
 
-    def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def load(
+        name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         values = torch.randn(shape, generator=_seeded(seed, name, device), device=device) * DEVIATION
         if part is not None:
             values = values.narrow(part.dimension, part.range.start, len(part.range)).clone()
@@ -38,10 +40,10 @@ def build_dummy_loader(seed: int, model_dtype: torch.dtype, device: torch.device
     return load
 
 
-def build_dummy_group_loader(seed: int, spec: GroupedSpec, device: torch.device) -> GroupedWeightLoader:
+def build_dummy_group_loader(seed: int, spec: GroupQuantSpec, device: torch.device) -> GroupQuantWeightLoader:
     """Return a loader of random weights in the forms in which the checkpoint's weights stay in memory."""
 
-    def load(name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
+    def load(name: str, shape: tuple[int, int], part: WeightSlice) -> GroupQuantWeight | None:
         layer = find_linear_layer(name)
         outside = {"embedding.weight": spec.embedding, "head.weight": spec.head}
         form = outside.get(name) if layer is None else spec.find_form(layer)
@@ -64,8 +66,8 @@ def _seeded(seed: int, name: str, device: torch.device) -> torch.Generator:
 
 
 def _build_weight(
-    form: GroupedForm, shape: tuple[int, int], generator: torch.Generator, device: torch.device
-) -> GroupedWeight:
+    form: GroupQuantForm, shape: tuple[int, int], generator: torch.Generator, device: torch.device
+) -> GroupQuantWeight:
     outputs, inputs = shape
     size = form.group_size or inputs
     groups = outputs, -(-inputs // size)
@@ -75,7 +77,7 @@ def _build_weight(
     table = build_e2m1_table(device) if form.has_table else None
     # Slightly different, so that no narrower type than the form's can hold them.
     factors = 1 + 0.1 * torch.rand(groups, generator=generator, device=device)
-    unscaled = GroupedWeight(
+    unscaled = GroupQuantWeight(
         codes,
         form.bits,
         torch.ones(groups, device=device),

@@ -15,7 +15,7 @@ from torch import Tensor
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import list_links
 from serve_llm.engine.weights.gguf_checkpoint import GGUFCheckpoint
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,7 +80,7 @@ class Checkpoint:
 
     def read_grouped(
         self, name: str, part: tuple[range, ...], upload: Callable[[Tensor], Tensor]
-    ) -> GroupedWeight | None:
+    ) -> GroupQuantWeight | None:
         """None: no tensor holds a scale beside its integers."""
         return None
 

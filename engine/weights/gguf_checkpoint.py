@@ -15,7 +15,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.file import StoredTensor
 from serve_llm.common.gguf.parts import read_parts
 from serve_llm.engine.quantization.gguf_blocks import unpack_blocks
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEY_PART = "attn_k_b.weight"
@@ -92,7 +92,7 @@ class GGUFCheckpoint:
 
     def read_grouped(
         self, name: str, part: tuple[range, ...], upload: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> GroupedWeight | None:
+    ) -> GroupQuantWeight | None:
         """Return a range of each dimension as integers; all dimensions but the last are rows. None for a float tensor.
 
         upload: copies blocks to the device on which they are unpacked.

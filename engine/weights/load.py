@@ -19,10 +19,10 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.engine.model.activation_scales import drop_absent_scales
-from serve_llm.engine.model.build import GroupedWeightLoader, ModelBuilder, Part, WeightLoader, load_no_groups
+from serve_llm.engine.model.build import GroupQuantWeightLoader, ModelBuilder, WeightLoader, WeightSlice, load_no_groups
 from serve_llm.engine.model.cache_scales import count_cache_scales, find_cache_scales
 from serve_llm.engine.model.decoder import Decoder, build_decoder
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.lora import BaseWeights, LoRALayers, ReadRows
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AttentionSpec, MLASpec, ModelSpec
@@ -35,7 +35,7 @@ from serve_llm.engine.weights.files import AnyCheckpoint, Checkpoint, open_check
 from serve_llm.engine.weights.parameters import CheckpointLoader, Source
 from serve_llm.engine.weights.upload import read_ahead
 from serve_llm.kernels.backends.backend import AttentionForm, UnavailableBackend
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from serve_llm.kernels.registry import Kernels, choose
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class OpenWeights(NamedTuple):
 
     spec: ModelSpec  # as `match_tensors` returns it
     load: WeightLoader
-    load_grouped: GroupedWeightLoader
+    load_grouped: GroupQuantWeightLoader
     checkpoint: AnyCheckpoint | None  # None: weights are random
 
 
@@ -118,7 +118,7 @@ def open_weights(
         fp8.check(device)
     if load_format == "dummy":
         spec = _quantise_int8_at_load(spec)
-        load_grouped: GroupedWeightLoader = load_no_groups
+        load_grouped: GroupQuantWeightLoader = load_no_groups
         if spec.grouped is not None and spec.grouped.in_checkpoint:
             load_grouped = build_dummy_group_loader(seed, spec.grouped, device)
         return OpenWeights(spec, build_dummy_loader(seed, dtype, device), load_grouped, None)
@@ -136,7 +136,7 @@ def _build_row_reader(load: WeightLoader, spec: ModelSpec) -> ReadRows:
     def read_rows(name: str, shape: tuple[int, int], rows: range) -> Tensor:
         if name == "head.weight" and spec.tie_word_embeddings:
             name = "embedding.weight"
-        part = Part(0, rows)
+        part = WeightSlice(0, rows)
         weight = load(name, shape, part)
         if weight.dtype == torch.int8:
             return weight * load(f"{name}_scale", (shape[0], 1), part)
@@ -282,7 +282,7 @@ def _with_pooler_folders(
             loaders.update(dict.fromkeys(sources, folder))
 
     def load_from_either(
-        name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+        name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         return loaders.get(name, load)(name, shape, part, dtype)
 
@@ -319,7 +319,7 @@ class _Progress:
 
     def counting(self, load: WeightLoader) -> WeightLoader:
         def load_and_report(
-            name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+            name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
         ) -> Tensor:
             tensor = load(name, shape, part, dtype)
             self._advance()
@@ -327,8 +327,8 @@ class _Progress:
 
         return load_and_report
 
-    def counting_groups(self, load: GroupedWeightLoader) -> GroupedWeightLoader:
-        def load_and_report(name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
+    def counting_groups(self, load: GroupQuantWeightLoader) -> GroupQuantWeightLoader:
+        def load_and_report(name: str, shape: tuple[int, int], part: WeightSlice) -> GroupQuantWeight | None:
             weight = load(name, shape, part)
             if weight is not None:
                 self._advance()
@@ -355,7 +355,7 @@ def choose_kernels(
     Raises OptionError if the attention backend cannot be used.
     """
     mixers = [layer.attention for layer in spec.layers]
-    attentions = [mixer for mixer in mixers if not isinstance(mixer, DeltaNetSpec)]
+    attentions = [mixer for mixer in mixers if not isinstance(mixer, GatedDeltaNetSpec)]
     with refuse_unavailable_backend(attention_backend):
         return choose(
             device,

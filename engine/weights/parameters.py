@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.model.build import Part, is_float32
+from serve_llm.engine.model.build import WeightSlice, is_float32
 from serve_llm.engine.model.weight_format import ScaledNumbers, WeightFormat
 from serve_llm.engine.model.weight_map import WeightRule
 from serve_llm.engine.quantization import mxfp4
-from serve_llm.engine.quantization.packed_integers import CodeMatrix, build_grouped_weight
+from serve_llm.engine.quantization.packed_integers import QuantizedMatrix, build_grouped_weight
 from serve_llm.engine.weights.files import AnyCheckpoint
 from serve_llm.engine.weights.quantised import ModuleReader
 from serve_llm.engine.weights.quantised_modules import read_module, read_stacked
 from serve_llm.engine.weights.upload import build_upload
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 
 class Source(NamedTuple):
@@ -53,7 +53,7 @@ class CheckpointLoader:
         self._upload = build_upload(device)
 
     def __call__(
-        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+        self, name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `WeightLoader`. Raises ModelError if the tensor has another shape or type than the model expects."""
         if name not in self._sources:
@@ -80,8 +80,8 @@ class CheckpointLoader:
             tensor = self._check_negative(source.tensor, tensor).neg().log()
         return tensor.to(torch.float32 if is_float32(name) else dtype or self._dtype)
 
-    def read_grouped(self, name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
-        """See `GroupedWeightLoader`. Raises ModelError as `__call__` does."""
+    def read_grouped(self, name: str, shape: tuple[int, int], part: WeightSlice) -> GroupQuantWeight | None:
+        """See `GroupQuantWeightLoader`. Raises ModelError as `__call__` does."""
         if name not in self._sources:
             return None
         source = self._orient(self._sources[name], shape)
@@ -106,7 +106,7 @@ class CheckpointLoader:
             return source
         return Source(source.tensor, replace(rule, transform="none"))
 
-    def _read_module(self, rule: WeightRule, stored: WeightFormat, location: Location) -> CodeMatrix:
+    def _read_module(self, rule: WeightRule, stored: WeightFormat, location: Location) -> QuantizedMatrix:
         """On the model's device."""
         if rule.members:
             parent, _, name = rule.module.rpartition(".")
@@ -120,7 +120,7 @@ class CheckpointLoader:
         outputs, inputs = location.tensor_shape
         return read_module(reader, stored, (outputs, inputs), *location.ranges)
 
-    def _read_blocks(self, source: Source, location: Location) -> GroupedWeight | None:
+    def _read_blocks(self, source: Source, location: Location) -> GroupQuantWeight | None:
         """Read a tensor whose blocks contain their scales, on the model's device; None for any other tensor."""
         self._check_shape(source.tensor, location.tensor_shape)
         return self._checkpoint.read_grouped(source.tensor, location.ranges, self._upload)
@@ -146,7 +146,7 @@ class CheckpointLoader:
             raise ModelError(f"{name}: all numbers must be below 0")
         return tensor.float()
 
-    def _read_head_scales(self, tensor: str, num_heads: int, part: Part | None) -> Tensor:
+    def _read_head_scales(self, tensor: str, num_heads: int, part: WeightSlice | None) -> Tensor:
         """(own heads,) float32. Raises ModelError unless all are above 0 and finite."""
         scales = self._checkpoint.read(tensor).float().flatten()
         if len(scales) not in (1, num_heads):
@@ -164,7 +164,7 @@ class CheckpointLoader:
             )
         return tensor
 
-    def _read_mxfp4(self, source: Source, location: Location) -> GroupedWeight:
+    def _read_mxfp4(self, source: Source, location: Location) -> GroupQuantWeight:
         """Read a matrix of a stack that is stored as MXFP4, on the model's device."""
         *outer, num_columns = location.tensor_shape
         if num_columns % mxfp4.BLOCK:
@@ -197,7 +197,7 @@ class CheckpointLoader:
             )
 
 
-def locate(name: str, rule: WeightRule, shape: tuple[int, ...], part: Part | None) -> Location:
+def locate(name: str, rule: WeightRule, shape: tuple[int, ...], part: WeightSlice | None) -> Location:
     """Locate the parameter `name` of this shape, or a part of it, in the tensor of `rule`."""
     num_parameters = len(rule.parameters) // (rule.members or 1)
     member, index = divmod(rule.parameters.index(name), num_parameters)

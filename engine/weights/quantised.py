@@ -10,7 +10,7 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.weight_format import PackedIntegers
-from serve_llm.engine.quantization.packed_integers import AWQ_ORDER, CodeMatrix, count_words, find_words, unpack
+from serve_llm.engine.quantization.packed_integers import AWQ_ORDER, QuantizedMatrix, count_words, find_words, unpack
 from serve_llm.engine.weights.files import AnyCheckpoint
 
 Upload = Callable[[Tensor], Tensor]
@@ -55,7 +55,7 @@ class ModuleReader:
 
 def read_integers(
     reader: ModuleReader, stored: PackedIntegers, shape: tuple[int, int], rows: range, columns: range
-) -> CodeMatrix:
+) -> QuantizedMatrix:
     """shape: (outputs, inputs) of the module. rows, columns: the outputs and inputs to read.
 
     Raises ModelError that names the tensor if shapes, types or groups do not fit.
@@ -65,7 +65,7 @@ def read_integers(
     num_groups = -(-inputs // size)
     if len(rows) == 0 or len(columns) == 0:
         empty = torch.empty((len(rows), 0))
-        return CodeMatrix(
+        return QuantizedMatrix(
             empty.new_empty((len(rows), len(columns)), dtype=torch.uint8),
             stored.bits,
             empty,
@@ -90,7 +90,9 @@ def read_integers(
     else:
         codes, scales, zeros = _read_gptq(reader, stored, shape, num_groups, parts)
     _check_zeros(reader, stored, zeros)
-    return CodeMatrix(codes, stored.bits, scales.float(), (groups - first).to(codes.device), size, zeros=zeros.float())
+    return QuantizedMatrix(
+        codes, stored.bits, scales.float(), (groups - first).to(codes.device), size, zeros=zeros.float()
+    )
 
 
 Parts = tuple[range, range, range]  # rows, columns and groups to read

@@ -20,7 +20,7 @@ from serve_llm.engine.model.weight_format import (
     WeightFormat,
 )
 from serve_llm.engine.quantization import fp8_blocks, mxfp4
-from serve_llm.engine.quantization.packed_integers import CodeMatrix
+from serve_llm.engine.quantization.packed_integers import QuantizedMatrix
 from serve_llm.engine.weights.quantised import ModuleReader, read_integers
 from serve_llm.kernels.linear_grouped import build_e2m1_table
 
@@ -31,7 +31,7 @@ LARGEST_STATE = 4096  # bytes of JSON
 
 def read_module(
     reader: ModuleReader, stored: WeightFormat, shape: tuple[int, int], rows: range, columns: range
-) -> CodeMatrix:
+) -> QuantizedMatrix:
     """shape: (outputs, inputs) of the module. rows, columns: the outputs and inputs to read.
 
     Raises ModelError that names the tensor if shapes, types or groups do not fit.
@@ -53,7 +53,7 @@ def read_module(
 
 def _read_int8(
     reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
-) -> CodeMatrix:
+) -> QuantizedMatrix:
     integers = reader.read(stored.weight, shape, (rows, columns), torch.int8)
     middle = 2 ** (stored.bits - 1)
     if stored.bits < 8 and integers.numel() and not -middle <= integers.min() <= integers.max() < middle:
@@ -78,16 +78,16 @@ def _read_int8(
         )
     codes = (integers.view(torch.uint8) + middle) & (2**stored.bits - 1)  # minus `middle` it is the number
     group_of = torch.arange(columns.start, columns.stop, device=codes.device) // size - groups.start
-    return CodeMatrix(codes, stored.bits, scales, group_of, size, zeros=zeros)
+    return QuantizedMatrix(codes, stored.bits, scales, group_of, size, zeros=zeros)
 
 
 def _read_fp8(
     reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
-) -> CodeMatrix:
+) -> QuantizedMatrix:
     numbers = reader.read(stored.weight, shape, (rows, columns), fp8_blocks.DTYPE)
     if stored.strategy != "block":
         scales = _read_row_numbers(reader, stored, stored.scale, shape[0], rows)
-        return CodeMatrix(numbers.view(torch.uint8), 8, scales, _one_group(columns, numbers), shape[1])
+        return QuantizedMatrix(numbers.view(torch.uint8), 8, scales, _one_group(columns, numbers), shape[1])
     block = stored.block
     counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
     covered = [
@@ -105,7 +105,7 @@ def read_stacked(
     is_transposed: bool,
     shape: Sequence[int],
     ranges: Sequence[range],
-) -> CodeMatrix:
+) -> QuantizedMatrix:
     """Read one matrix of a stack of experts of 8-bit floats or int8: the tensor `name`, and another one with the
     scales.
 
@@ -129,7 +129,7 @@ def read_stacked(
         if stored.kind == "int8":
             codes = codes ^ INT8_MIDDLE
             zeros = torch.full_like(scales, INT8_MIDDLE)
-        return CodeMatrix(codes, 8, scales, _one_group(columns, codes), shape[2], zeros=zeros)
+        return QuantizedMatrix(codes, 8, scales, _one_group(columns, codes), shape[2], zeros=zeros)
     counts = [-(-size // step) for size, step in zip(stored_shape, block, strict=True)]
     covered = [range(part.start // step, -(-part.stop // step)) for part, step in zip(parts, block, strict=True)]
     scales = reader.read(scale_name, (shape[0], *counts), (expert, *covered))[0]
@@ -182,7 +182,9 @@ def _read_row_numbers(
     return numbers.expand(len(rows), 1) if count == 1 else numbers[rows.start : rows.stop]
 
 
-def _read_nvfp4(reader: ModuleReader, stored: NvFp4, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:
+def _read_nvfp4(
+    reader: ModuleReader, stored: NvFp4, shape: tuple[int, int], rows: range, columns: range
+) -> QuantizedMatrix:
     outputs, inputs = shape
     codes, groups, group_of = _read_nibbles(reader, stored.weight, shape, NVFP4_GROUP, rows, columns)
     scales = reader.read("weight_scale", (outputs, inputs // NVFP4_GROUP), (rows, groups), torch.float8_e4m3fn)
@@ -192,26 +194,28 @@ def _read_nvfp4(reader: ModuleReader, stored: NvFp4, shape: tuple[int, int], row
     divisor = whole_scale if stored.layout == "compressed" else 1 / whole_scale
     divisors = divisor.flatten().expand(len(rows)).contiguous()
     table = build_e2m1_table(codes.device)
-    return CodeMatrix(codes, 4, scales, group_of, NVFP4_GROUP, divisors=divisors, table=table)
+    return QuantizedMatrix(codes, 4, scales, group_of, NVFP4_GROUP, divisors=divisors, table=table)
 
 
-def _read_mxfp4(reader: ModuleReader, stored: MxFp4, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:
+def _read_mxfp4(
+    reader: ModuleReader, stored: MxFp4, shape: tuple[int, int], rows: range, columns: range
+) -> QuantizedMatrix:
     codes, groups, group_of = _read_nibbles(reader, stored.weight, shape, mxfp4.BLOCK, rows, columns)
     scales = reader.read("weight_scale", (shape[0], shape[1] // mxfp4.BLOCK), (rows, groups), torch.uint8)
     exponents = scales.view(torch.float8_e8m0fnu)
-    return CodeMatrix(codes, 4, exponents, group_of, mxfp4.BLOCK, table=build_e2m1_table(codes.device))
+    return QuantizedMatrix(codes, 4, exponents, group_of, mxfp4.BLOCK, table=build_e2m1_table(codes.device))
 
 
 def _read_torchao_int4(
     reader: ModuleReader, stored: TorchaoInt4, shape: tuple[int, int], rows: range, columns: range
-) -> CodeMatrix:
+) -> QuantizedMatrix:
     """Scales and offsets are (groups, outputs)."""
     codes, groups, group_of = _read_nibbles(reader, stored.weight, shape, stored.group_size, rows, columns)
     whole = (shape[1] // stored.group_size, shape[0])
     scales = reader.read("_weight_scale", whole, (groups, rows)).float().T.contiguous()
     offsets = reader.read("_weight_zero_point", whole, (groups, rows)).float().T
     zeros = torch.where(scales == 0, 0, 8 - offsets / scales)
-    return CodeMatrix(codes ^ 8, 4, scales, group_of, stored.group_size, zeros=zeros.contiguous())
+    return QuantizedMatrix(codes ^ 8, 4, scales, group_of, stored.group_size, zeros=zeros.contiguous())
 
 
 def _read_nibbles(
@@ -232,7 +236,7 @@ def _read_nibbles(
 
 def _read_bits_and_bytes(
     reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, int], rows: range, columns: range
-) -> CodeMatrix:
+) -> QuantizedMatrix:
     """Read rows that follow each other without gaps; the first number of a byte is in its upper half.
 
     Blocks consist of neighbouring numbers of the whole matrix. If rows are not whole blocks, groups of a row are the
@@ -266,7 +270,7 @@ def _read_bits_and_bytes(
     first_of_row = torch.arange(rows.start, rows.stop).unsqueeze(1) * inputs
     block_of_group = (first_of_row + torch.arange(groups.start, groups.stop) * size) // block - blocks.start
     group_of = torch.arange(columns.start, columns.stop) // size - groups.start
-    return CodeMatrix(
+    return QuantizedMatrix(
         codes.view(len(rows), inputs)[:, columns.start : columns.stop].contiguous(),
         4,
         absmax[block_of_group.to(absmax.device)],

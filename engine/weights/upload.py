@@ -20,7 +20,7 @@ BUFFER_BYTES = 64 << 20
 ADVICE_BYTES = 32 << 20  # per call of posix_fadvise
 
 
-class Buffer(Protocol):
+class StagingBuffer(Protocol):
     """Host memory from which a device copies asynchronously."""
 
     memory: Tensor  # (bytes,) uint8
@@ -45,10 +45,10 @@ class PinnedBuffer:
         self._event.record()
 
 
-class Upload:
+class WeightUploader:
     """Copies tensors to a GPU. Create one per model load."""
 
-    def __init__(self, device: torch.device, buffers: Iterable[Buffer] | None = None) -> None:
+    def __init__(self, device: torch.device, buffers: Iterable[StagingBuffer] | None = None) -> None:
         self._device = device
         self._buffers = cycle(buffers or [PinnedBuffer(BUFFER_BYTES) for _ in range(2)])
 
@@ -69,7 +69,7 @@ class Upload:
 
 def build_upload(device: torch.device) -> Callable[[Tensor], Tensor]:
     """The function that copies a tensor of a mapped file to the device; on a CPU it returns the tensor itself."""
-    return (lambda tensor: tensor) if device.type == "cpu" else Upload(device)
+    return (lambda tensor: tensor) if device.type == "cpu" else WeightUploader(device)
 
 
 def _split_rows(tensor: Tensor) -> Iterator[slice]:

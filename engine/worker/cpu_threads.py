@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Threads:
+class CpuThreads:
     """The threads of one rank. Serialisable."""
 
     count: int
@@ -26,18 +26,18 @@ class Threads:
         return f"{self.count} {unit}{' per rank' if self.local_ranks > 1 else ''} ({self.source})"
 
 
-def choose_threads(asked: int | None, omp: int | None, cores: int, local_ranks: int) -> Threads:
+def choose_threads(asked: int | None, omp: int | None, cores: int, local_ranks: int) -> CpuThreads:
     """asked: --cpu-threads. omp: the value of OMP_NUM_THREADS, None if not set. The default is the rank's share of the
     cores, because more threads than cores would wait for each other."""
     if asked is not None:
-        return Threads(asked, "--cpu-threads", cores, local_ranks)
+        return CpuThreads(asked, "--cpu-threads", cores, local_ranks)
     if omp is not None:
-        return Threads(omp, "OMP_NUM_THREADS", cores, local_ranks)
+        return CpuThreads(omp, "OMP_NUM_THREADS", cores, local_ranks)
     source = f"{cores} {'core' if cores == 1 else 'cores'} for {local_ranks} {'rank' if local_ranks == 1 else 'ranks'}"
-    return Threads(max(1, cores // local_ranks), source, cores, local_ranks)
+    return CpuThreads(max(1, cores // local_ranks), source, cores, local_ranks)
 
 
-def announce(by_rank: Sequence[Threads]) -> None:
+def log_threads(by_rank: Sequence[CpuThreads]) -> None:
     """Log the threads, in one line if they are the same on all ranks, and warn if there are more threads than cores."""
     for threads in dict.fromkeys(by_rank):
         ranks = [str(rank) for rank, other in enumerate(by_rank) if other == threads]

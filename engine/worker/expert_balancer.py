@@ -24,7 +24,7 @@ from serve_llm.common.types import EPLBStats
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.expert_placement import Placement, balance, count_rows
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.moe import HeldExpert
+from serve_llm.kernels.moe import LocalExpert
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _plan_moves(before: Placement, after: Placement) -> Moves:
     return moves
 
 
-def _find_layout(held: HeldExpert, variant: str | None) -> _Layout:
+def _find_layout(held: LocalExpert, variant: str | None) -> _Layout:
     """A signature that is equal for experts with interchangeable weights."""
     described = f"{variant} {held.form} {[(list(tensor.shape), str(tensor.dtype)) for tensor in held.tensors]}"
     form = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")

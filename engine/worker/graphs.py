@@ -2,7 +2,7 @@
 
 A step in which every sequence computes one token uses the graph of the next larger captured size. The padding rows
 have slots of -1, so nothing is written, and empty contexts, so nothing is read. A sequence that computes a few tokens
-takes one row for each (`BatchArrays.split`): a layer writes the keys of all rows before any row reads them. A step with
+takes one row for each (`HostInputs.split`): a layer writes the keys of all rows before any row reads them. A step with
 prompts, alone or with decodes, of up to MIXED_TOKENS tokens uses a graph for its numbers of tokens and sequences; an
 extra sequence, without context, has the padding tokens.
 
@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.inputs import ChunkInputs, GroupInputs, StepInputs
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.model.inputs import ChunkInputs, KVGroupInputs, StepInputs
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, mixed_sequences
-from serve_llm.engine.worker.input_batch import BatchArrays
+from serve_llm.engine.worker.input_batch import HostInputs
 from serve_llm.kernels.attention import Lengths
 
 # (step, request index of each token: (tokens,) int64, rows: (rows,) int64 or None, hidden states of the previous stage
@@ -39,7 +39,7 @@ Compute = Callable[[StepInputs, Tensor, Tensor | None, Tensor | None], Tensor]
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
-class Size(NamedTuple):
+class BatchDescriptor(NamedTuple):
     """The kind of step that a graph computes."""
 
     tokens: int
@@ -48,15 +48,15 @@ class Size(NamedTuple):
     has_adapters: bool = False  # some tokens may have an adapter
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     replay: Callable[[], None]
     output: Tensor  # each replay writes its result here
 
 
-Capture = Callable[[Callable[[], Tensor]], Captured]
+Capture = Callable[[Callable[[], Tensor]], CapturedGraph]
 
 
-class StepGraphs:
+class GraphRunner:
     """Computes the logits of steps, with a captured graph if there is one."""
 
     def __init__(
@@ -64,7 +64,7 @@ class StepGraphs:
         compute: Compute,
         capture: Capture,
         copier: DeviceCopier,
-        groups: Sequence[GroupLayout],
+        groups: Sequence[KVCacheSpec],
         max_num_seqs: int,
         max_model_len: int,
         is_last: bool = True,
@@ -87,9 +87,9 @@ class StepGraphs:
             longest = max_model_len if group.chunk_size is None else min(max_model_len, group.chunk_size)
             shape = (max_num_seqs + 1, -(-longest // group.block_size))
             self._tables.append(torch.zeros(shape, dtype=torch.int32, device=copier.device))
-        self._buffers: dict[Size, _Buffers] = {}
-        self._graphs: dict[Size, Captured] = {}
-        self._num_rows: dict[Size, int] = {}  # rows in the result
+        self._buffers: dict[BatchDescriptor, _Buffers] = {}
+        self._graphs: dict[BatchDescriptor, CapturedGraph] = {}
+        self._num_rows: dict[BatchDescriptor, int] = {}  # rows in the result
         self._output: Tensor | None = None  # shared by all sizes, because logits of many rows are large
 
     @property
@@ -98,25 +98,25 @@ class StepGraphs:
         num_sizes = len(self.decode_sizes) + len(MIXED_TOKENS) * len(self.mixed_sequences)
         return 2 * num_sizes if self._has_adapters else num_sizes
 
-    def logits(self, step: BatchArrays, received: Tensor | None = None) -> Tensor:
+    def logits(self, step: HostInputs, received: Tensor | None = None) -> Tensor:
         """step: of single tokens. received: hidden states of the previous stage. Returns (sequences, columns). The next
         call may overwrite them."""
         count = len(step.ids)
         size = self.decode_sizes[bisect_left(self.decode_sizes, count)]
         has_adapters = step.adapter_slots is not None
-        return self._run(Size(size, size, has_adapters=has_adapters), step, None, received)[:count]
+        return self._run(BatchDescriptor(size, size, has_adapters=has_adapters), step, None, received)[:count]
 
     def capture_decode(self, num_sequences: int) -> None:
         """Capture the decode step of this size, one of `decode_sizes`, unless there is a graph. Only for a model of
         one stage."""
-        size = Size(num_sequences, num_sequences)
+        size = BatchDescriptor(num_sequences, num_sequences)
         while size not in self._graphs:
             self.run_padding(size)
 
-    def run_padding(self, size: Size) -> None:
+    def run_padding(self, size: BatchDescriptor) -> None:
         """Run a step of padding. size: one that is captured. Only for a model of one stage."""
         nothing = np.zeros(0, np.int64)
-        step = BatchArrays(
+        step = HostInputs(
             ids=nothing,
             req_indices=nothing,
             positions=nothing,
@@ -129,23 +129,25 @@ class StepGraphs:
         )
         self._run(size, step, [] if size.is_mixed else None, None)
 
-    def can_run(self, step: BatchArrays, num_rows: int) -> bool:
+    def can_run(self, step: HostInputs, num_rows: int) -> bool:
         """Whether `mixed_logits` can compute `num_rows` rows of the step. Queries in two chunks would be two
         sequences."""
         count = max(len(step.context_lens), num_rows)
         return len(step.ids) <= MIXED_TOKENS[-1] and count <= self.max_tokens and not step.crosses_chunks
 
-    def mixed_logits(self, step: BatchArrays, rows: Sequence[int], received: Tensor | None = None) -> Tensor:
+    def mixed_logits(self, step: HostInputs, rows: Sequence[int], received: Tensor | None = None) -> Tensor:
         """Returns (rows, columns): the logits of these tokens; before the last stage (tokens, columns), hidden states.
         received: as for `logits`. The next call may overwrite them."""
         num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(step.ids))]
         count = max(len(step.context_lens), len(rows))
         num_sequences = self.mixed_sequences[bisect_left(self.mixed_sequences, count)]
-        size = Size(num_tokens, num_sequences, is_mixed=True, has_adapters=step.adapter_slots is not None)
+        size = BatchDescriptor(num_tokens, num_sequences, is_mixed=True, has_adapters=step.adapter_slots is not None)
         result = self._run(size, step, rows, received)
         return result[: len(rows) if self._is_last else len(step.ids)]
 
-    def _run(self, size: Size, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None) -> Tensor:
+    def _run(
+        self, size: BatchDescriptor, step: HostInputs, rows: Sequence[int] | None, received: Tensor | None
+    ) -> Tensor:
         is_new = size not in self._buffers
         if is_new:
             self._buffers[size] = _Buffers(
@@ -171,7 +173,7 @@ class StepGraphs:
         return captured.output
 
 
-class PackedShape(NamedTuple):
+class InputBufferLayout(NamedTuple):
     """The layout of a step's numbers in one array of int64, which is copied to the device at once. Each part begins at
     a multiple of 16 bytes, as kernels are compiled for such addresses."""
 
@@ -206,9 +208,9 @@ class PackedShape(NamedTuple):
         )
 
 
-def compute_now(compute: Callable[[], Tensor]) -> Captured:
+def run_eagerly(compute: Callable[[], Tensor]) -> CapturedGraph:
     """A `Capture` that does not capture but runs eagerly."""
-    return Captured(lambda: None, compute())
+    return CapturedGraph(lambda: None, compute())
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -220,8 +222,8 @@ class _Buffers:
 
     def __init__(
         self,
-        size: Size,
-        groups: Sequence[GroupLayout],
+        size: BatchDescriptor,
+        groups: Sequence[KVCacheSpec],
         tables: Sequence[Tensor],
         max_model_len: int,
         is_last: bool,
@@ -239,7 +241,9 @@ class _Buffers:
         else:
             starts = list(range(num_sequences + 1))
         self._tables = [table[:num_sequences] for table in tables]
-        self._shape = PackedShape(3 + len(tables) + has_adapters, num_tokens, num_rows, 2 + len(groups), num_sequences)
+        self._shape = InputBufferLayout(
+            3 + len(tables) + has_adapters, num_tokens, num_rows, 2 + len(groups), num_sequences
+        )
         self._packed = torch.zeros(self._shape.size, dtype=torch.int64, device=device)
         numbers, rows, lengths = self._shape.split(self._packed, self._packed.view(torch.int32))
         query_starts, context_lens, *chunk_context_lens = lengths
@@ -261,14 +265,12 @@ class _Buffers:
             positions=positions,
             query_starts=starts,
             context_lens=[max_model_len] * num_sequences,  # upper bounds
-            groups=tuple(GroupInputs(*parts) for parts in zip(slots, self._tables, chunks, strict=True)),
+            groups=tuple(KVGroupInputs(*parts) for parts in zip(slots, self._tables, chunks, strict=True)),
             lengths=Lengths(query_starts, context_lens),
             adapter_slots=adapter_slots,
         )
 
-    def fill(
-        self, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None, copier: DeviceCopier
-    ) -> None:
+    def fill(self, step: HostInputs, rows: Sequence[int] | None, received: Tensor | None, copier: DeviceCopier) -> None:
         if self.received is not None and received is not None:
             self.received[: len(received)] = received
         count = len(step.ids)
@@ -308,7 +310,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Captured:
+    def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), _without_collector():
@@ -322,7 +324,7 @@ class CudaCapture:
                 raise
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return Captured(graph.replay, output)
+        return CapturedGraph(graph.replay, output)
 
 
 @contextlib.contextmanager

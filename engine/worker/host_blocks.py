@@ -14,7 +14,7 @@ from torch import Tensor
 from serve_llm.common.errors import CapacityError
 from serve_llm.engine.parallel.shm import SharedMemory
 from serve_llm.engine.scheduler.output import BlockCopy
-from serve_llm.engine.worker.kv_cache import SLOTS_OFFSET, CacheLayout, HostMemory
+from serve_llm.engine.worker.kv_cache import SLOTS_OFFSET, HostMemory, KVCacheConfig
 from serve_llm.kernels.huge_pages import use_huge_pages
 
 NUM_TRIALS = 5  # trial copies of a block, of which the fastest counts
@@ -23,7 +23,7 @@ NUM_TRIALS = 5  # trial copies of a block, of which the fastest counts
 class HostBlocks:
     """The slots of one rank."""
 
-    def __init__(self, caches: Sequence[Tensor], layout: CacheLayout, num_slots: int) -> None:
+    def __init__(self, caches: Sequence[Tensor], layout: KVCacheConfig, num_slots: int) -> None:
         """caches: as from `allocate_cache`, at least one. num_slots: the same on all ranks."""
         size = layout.block_bytes
         self._blocks = torch.empty(0, dtype=torch.uint8, device=caches[0].device)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.types import Sampling
-from serve_llm.engine.model.inputs import LONG_ROPE_OFFSET, ChunkInputs, GroupInputs, StepInputs
+from serve_llm.engine.model.inputs import LONG_ROPE_OFFSET, ChunkInputs, KVGroupInputs, StepInputs
 from serve_llm.engine.scheduler.output import ScheduledTokens, SchedulerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.worker.attention_chunks import ChunkedSequences, count_crossings, split_sequences
 from serve_llm.kernels.attention import Lengths
 
@@ -44,7 +44,7 @@ class RequestState:
 
 
 @dataclass(frozen=True)
-class BatchArrays:
+class HostInputs:
     """One step's inputs on the host; see `StepInputs`. Copies, which later calls of `apply` do not change."""
 
     ids: Ints  # (tokens,); LAST_SAMPLED for a token that is only on the device so far
@@ -52,7 +52,7 @@ class BatchArrays:
     positions: Ints  # (tokens,)
     query_starts: Ints  # (requests + 1,)
     context_lens: Ints  # (requests,)
-    groups: Sequence[GroupLayout]
+    groups: Sequence[KVCacheSpec]
     slots: Sequence[Ints]  # per group
     tables: Sequence[np.ndarray]  # per group
     all_known: bool  # no id is LAST_SAMPLED
@@ -64,7 +64,7 @@ class BatchArrays:
         slots: list[int] = self.req_indices[self.query_starts[:-1]].tolist()
         return slots
 
-    def split(self) -> BatchArrays:
+    def split(self) -> HostInputs:
         """Split into one sequence per token, which ends there, so that every sequence has a single new token."""
         counts = np.diff(self.query_starts)
         num_tokens = len(self.ids)
@@ -112,24 +112,24 @@ class BatchArrays:
 
     def _to_group_inputs(
         self, group: int, to_device: Callable[[np.ndarray], Tensor], device_lengths: bool
-    ) -> GroupInputs:
+    ) -> KVGroupInputs:
         slots = to_device(self.slots[group])
         split = self.split_chunks(group)
         if split is None:
-            return GroupInputs(slots, to_device(np.ascontiguousarray(self.tables[group])))
+            return KVGroupInputs(slots, to_device(np.ascontiguousarray(self.tables[group])))
         lengths = None
         if device_lengths:
             lengths = Lengths(
                 to_device(split.query_starts.astype(np.int32)), to_device(split.context_lens.astype(np.int32))
             )
         chunks = ChunkInputs(split.query_starts.tolist(), split.context_lens.tolist(), lengths)
-        return GroupInputs(slots, to_device(split.table), chunks)
+        return KVGroupInputs(slots, to_device(split.table), chunks)
 
 
 class InputBatch:
     """All live requests of a worker. Ids and block tables are arrays, so that inputs are gathered without a loop."""
 
-    def __init__(self, groups: Sequence[GroupLayout], max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, groups: Sequence[KVCacheSpec], max_num_seqs: int, max_model_len: int) -> None:
         self._groups = tuple(groups)
         self._requests: list[RequestState | None] = [None] * max_num_seqs
         self._first_positions = np.zeros(max_num_seqs, np.int64)
@@ -222,7 +222,7 @@ class InputBatch:
             parts.append((positions >= start).astype(np.int64) if start is not None else np.zeros_like(positions))
         return np.concatenate(parts)
 
-    def gather(self, scheduled: Sequence[ScheduledTokens]) -> BatchArrays:
+    def gather(self, scheduled: Sequence[ScheduledTokens]) -> HostInputs:
         """The inputs of a step, in the order of `scheduled`."""
         indices = np.array([chunk.req_index for chunk in scheduled])
         counts = np.array([chunk.count for chunk in scheduled])
@@ -238,7 +238,7 @@ class InputBatch:
             tables.append(table[indices, : -(-int(context_lens.max()) // group.block_size)])
         num_ids = self._num_ids[indices] + np.array([len(chunk.draft_ids) for chunk in scheduled])
         is_known = positions < np.repeat(num_ids, counts)
-        return BatchArrays(
+        return HostInputs(
             ids=np.where(is_known, self._token_ids[req_indices, positions], LAST_SAMPLED),
             req_indices=req_indices,
             positions=positions + self._first_positions[req_indices],

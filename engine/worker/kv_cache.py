@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 
 from serve_llm.common.errors import CapacityError, OptionError
-from serve_llm.engine.config import CacheRow, Config
+from serve_llm.engine.config import Config, KVCacheFormat
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import KVGroup, ModelSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm import ShmHandle
-from serve_llm.engine.scheduler.sequence import GroupLayout, most_blocks
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, most_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ SLOTS_OFFSET = 4096  # bytes before the slots in shared memory
 
 
 @dataclass(frozen=True)
-class CacheLayout:
+class KVCacheConfig:
     """The KV cache of one rank: `num_blocks` blocks of `block_bytes`, and how each group uses a block.
 
     Among several ranks' layouts, the one with the largest `block_bytes` limits all."""
 
-    groups: tuple[GroupLayout, ...]
+    groups: tuple[KVCacheSpec, ...]
     block_bytes: int
     num_blocks: int
     num_slots: int = 0  # slots in host memory for evicted blocks
@@ -62,7 +62,7 @@ class CacheLayout:
         """Maximum number of running sequences. max_num_seqs: value of the option."""
         return min(max_num_seqs, self.num_states) if self.max_states else max_num_seqs
 
-    def fill(self, num_bytes: int) -> CacheLayout:
+    def fill(self, num_bytes: int) -> KVCacheConfig:
         """The layout with as many blocks as fit into `num_bytes` together with their states."""
         share = self.blocks_per_state * self.block_bytes + self.state_bytes
         num_states = min(self.max_states, max(1, num_bytes // share))
@@ -102,7 +102,7 @@ class HostMemory(msgspec.Struct, frozen=True):
     copy_seconds: float  # time to copy a block to the device
 
 
-def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
+def bytes_per_token(group: KVGroup, row: KVCacheFormat) -> int:
     """Bytes of the keys and values of one token in all layers of the group."""
     return len(group.layers) * (1 if group.is_latent else 2) * group.num_kv_heads * row.num_bytes(group.head_dim)
 
@@ -110,14 +110,14 @@ def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
 def plan_cache(
     model_groups: Sequence[KVGroup],
     rank_groups: Sequence[KVGroup],
-    row: CacheRow,
+    row: KVCacheFormat,
     block_size: int,
     num_bytes: int,
     *,
     max_model_len: int,
     max_chunk: int,
     states: StateSizes | None = None,
-) -> CacheLayout:
+) -> KVCacheConfig:
     """Divide `num_bytes` of one rank into blocks.
 
     model_groups: the KV groups of the whole model. They alone decide how many tokens of each group a block holds, so
@@ -129,17 +129,17 @@ def plan_cache(
     Without groups (encoders) there is one unused block. Raises OptionError if chunks are not whole blocks.
     """
     if not model_groups:
-        return CacheLayout((), row.element_bytes, 1)
+        return KVCacheConfig((), row.element_bytes, 1)
     sizes = [bytes_per_token(group, row) for group in model_groups]
     # candidates: bytes per `block_size` tokens that one group after another fills completely
     candidates = sorted(size << (-(-max(sizes) // size) - 1).bit_length() for size in sizes)
 
-    def build_layout(bytes_per_slot: int) -> CacheLayout:
+    def build_layout(bytes_per_slot: int) -> KVCacheConfig:
         group_layouts = []
         for size, group in zip(sizes, model_groups, strict=True):
             power = (bytes_per_slot // size).bit_length() - 1
-            group_layouts.append(GroupLayout(block_size << power, group.sliding_window, group.chunked))
-        return CacheLayout(tuple(group_layouts), bytes_per_slot * block_size, 0)
+            group_layouts.append(KVCacheSpec(block_size << power, group.sliding_window, group.chunked))
+        return KVCacheConfig(tuple(group_layouts), bytes_per_slot * block_size, 0)
 
     layouts = [layout for layout in map(build_layout, candidates) if all(map(_has_whole_chunks, layout.groups))]
     if not layouts:
@@ -152,7 +152,7 @@ def plan_cache(
     block_bytes = row.element_bytes
     for group_layout, group in zip(best.groups, rank_groups, strict=True):
         block_bytes = max(block_bytes, group_layout.block_size * bytes_per_token(group, row))
-    layout = CacheLayout(best.groups, block_bytes, 0)
+    layout = KVCacheConfig(best.groups, block_bytes, 0)
     if states is not None:
         blocks_per_state = max(1, -(-states.of_model // best.block_bytes))
         layout = replace(
@@ -161,11 +161,11 @@ def plan_cache(
     return layout.fill(num_bytes)
 
 
-def _has_whole_chunks(group: GroupLayout) -> bool:
+def _has_whole_chunks(group: KVCacheSpec) -> bool:
     return group.chunk_size is None or group.chunk_size % group.block_size == 0
 
 
-def plan_empty_cache(spec: ModelSpec, shard: Shard, config: Config) -> CacheLayout:
+def plan_empty_cache(spec: ModelSpec, shard: Shard, config: Config) -> KVCacheConfig:
     """The layout of a rank's KV cache, without blocks."""
     return plan_cache(
         spec.kv_groups,
@@ -197,7 +197,7 @@ def check_free(num_bytes: int, local_ranks: int, free: int, option: str = "--kv-
     if num_bytes * local_ranks > free:
         each = f" for each of {local_ranks} ranks" if local_ranks > 1 else ""
         raise CapacityError(
-            f"{option}: {size_text(num_bytes)}{each}, but only {size_text(free)} of memory are free here; "
+            f"{option}: {format_bytes(num_bytes)}{each}, but only {format_bytes(free)} of memory are free here; "
             f"give at most {free // local_ranks} bytes, or omit it"
         )
 
@@ -206,13 +206,13 @@ def check_ranks(num_ranks: int, free: int) -> None:
     """Raise CapacityError if `num_ranks` processes do not fit on one host, whatever the model. free: bytes."""
     if num_ranks * RANK_BYTES > free:
         raise CapacityError(
-            f"{num_ranks} ranks on this host take at least {size_text(num_ranks * RANK_BYTES)} of memory before a "
-            f"weight is loaded, but only {size_text(free)} are free; lower --tensor-parallel-size or "
+            f"{num_ranks} ranks on this host take at least {format_bytes(num_ranks * RANK_BYTES)} of memory before a "
+            f"weight is loaded, but only {format_bytes(free)} are free; lower --tensor-parallel-size or "
             "--pipeline-parallel-size, or use more hosts"
         )
 
 
-def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, device: str) -> None:
+def check_capacity(layout: KVCacheConfig, max_model_len: int, max_chunk: int, device: str) -> None:
     """Log the capacity. Raise CapacityError if not even one request of full length fits."""
     if not layout.groups:
         logger.info("No KV cache: the model computes each prompt in one step")
@@ -232,7 +232,7 @@ def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, devi
         logger.info(line)
 
 
-def check_offload(layouts: Sequence[CacheLayout], num_bytes: int | None) -> None:
+def check_offload(layouts: Sequence[KVCacheConfig], num_bytes: int | None) -> None:
     """Log how much fits into --kv-offload-memory. num_bytes: of each rank; None: not given. Raise CapacityError if not
     even one block fits."""
     if num_bytes is None:
@@ -246,15 +246,15 @@ def check_offload(layouts: Sequence[CacheLayout], num_bytes: int | None) -> None
     logger.info(
         "Host memory for blocks evicted from the KV cache: %s blocks, %s per rank",
         f"{num_slots:,}",
-        size_text(num_slots * block_bytes),
+        format_bytes(num_slots * block_bytes),
     )
 
 
-def states_lines(layout: CacheLayout) -> list[str]:
+def states_lines(layout: KVCacheConfig) -> list[str]:
     """Empty for a model without states."""
     if not layout.max_states:
         return []
-    sizes = f"{layout.num_states} of {size_text(layout.state_bytes)} per rank"
+    sizes = f"{layout.num_states} of {format_bytes(layout.state_bytes)} per rank"
     return [f"States of linear attention, one for each running sequence: {sizes}"]
 
 
@@ -268,22 +268,22 @@ def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: 
 
 def memory_line(weights: Sequence[int], caches: Sequence[int]) -> str:
     """Format the bytes of each rank's weights and KV cache, in rank order, for the start-up log."""
-    return f"Weights: {' + '.join(map(size_text, weights))}, KV cache: {' + '.join(map(size_text, caches))}"
+    return f"Weights: {' + '.join(map(format_bytes, weights))}, KV cache: {' + '.join(map(format_bytes, caches))}"
 
 
-def size_text(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Bytes in readable form: 13.01 MiB, 1.50 GiB."""
     mebibytes = num_bytes / 2**20
     return f"{mebibytes:.2f} MiB" if abs(mebibytes) < 1024 else f"{mebibytes / 1024:,.2f} GiB"
 
 
-def find_concurrency(layout: CacheLayout, blocks_per_request: int) -> float:
+def find_concurrency(layout: KVCacheConfig, blocks_per_request: int) -> float:
     """Requests of full length that fit at the same time."""
     concurrency = layout.num_blocks / blocks_per_request
     return min(concurrency, layout.num_states) if layout.max_states else concurrency
 
 
-def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int:
+def cache_tokens(layout: KVCacheConfig, max_model_len: int, max_chunk: int) -> int:
     """Number of tokens that fit, in requests of full length (with sliding windows, a token may need less); 0 without
     KV."""
     if not layout.groups:

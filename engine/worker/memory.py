@@ -14,11 +14,11 @@ from serve_llm.common.types import Sampling
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.spec import KVGroup
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS
-from serve_llm.engine.worker.graphs import StepGraphs
-from serve_llm.engine.worker.kv_cache import CPU_SMALLEST, CacheLayout
-from serve_llm.engine.worker.runner import Runner
+from serve_llm.engine.worker.graphs import GraphRunner
+from serve_llm.engine.worker.kv_cache import CPU_SMALLEST, KVCacheConfig
+from serve_llm.engine.worker.model_runner import ModelRunner
 from serve_llm.kernels import cache_int8
 from serve_llm.kernels.held_tensors import find_tensors
 from serve_llm.kernels.huge_pages import use_huge_pages
@@ -50,7 +50,7 @@ def check_fp8_cache(device: torch.device) -> None:
 
 
 def allocate_cache(
-    layout: CacheLayout,
+    layout: KVCacheConfig,
     groups: Sequence[KVGroup],
     dtype: torch.dtype,
     device: torch.device,
@@ -103,7 +103,7 @@ def count_held_bytes(model: object, without: Iterable[object] = ()) -> int:
     return sum(sizes.values())
 
 
-def find_free_gpu_memory(config: Config, runner: Runner, layout: CacheLayout, device: torch.device) -> int:
+def find_free_gpu_memory(config: Config, runner: ModelRunner, layout: KVCacheConfig, device: torch.device) -> int:
     """Bytes for the KV cache, found by running the largest steps.
 
     That is this rank's share of the GPU minus the memory of other processes, of the weights, of these steps and of the
@@ -126,7 +126,7 @@ def find_free_gpu_memory(config: Config, runner: Runner, layout: CacheLayout, de
     return max(0, int(total * config.gpu_memory_utilization) - held_by_others - held - needed)
 
 
-def build_largest_steps(config: Config, runner: Runner, layout: CacheLayout) -> list[SchedulerOutput]:
+def build_largest_steps(config: Config, runner: ModelRunner, layout: KVCacheConfig) -> list[SchedulerOutput]:
     """The largest step of prompts, of decodes, and, if there are graphs, of both that is captured."""
     longest_prompt = min(config.max_num_batched_tokens, config.max_model_len - 1)
     steps = [[longest_prompt], [1] * config.max_num_seqs]
@@ -136,7 +136,7 @@ def build_largest_steps(config: Config, runner: Runner, layout: CacheLayout) -> 
     return [build_dummy_batch(counts, layout.groups) for counts in steps]
 
 
-def _measure_graphs(runner: Runner, graphs: StepGraphs, layout: CacheLayout, device: torch.device) -> int:
+def _measure_graphs(runner: ModelRunner, graphs: GraphRunner, layout: KVCacheConfig, device: torch.device) -> int:
     """Bytes that the driver allocates per graph size, outside torch's memory. Captures the two largest decode steps,
     because the first one may include allocations that all graphs share."""
     taken = []
@@ -153,7 +153,7 @@ def _count_unreserved_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def build_dummy_batch(counts: Sequence[int], groups: Sequence[GroupLayout]) -> SchedulerOutput:
+def build_dummy_batch(counts: Sequence[int], groups: Sequence[KVCacheSpec]) -> SchedulerOutput:
     """A step of `counts` prompt tokens per request, all in block 0."""
     new_requests = []
     scheduled = []

@@ -20,7 +20,7 @@ _TORCH_ADVICE = re.compile(" Including non-PyTorch memory| Search for `cuda| CUD
 
 
 @contextlib.contextmanager
-def raise_as(kind: type[ServeError], when: str) -> Iterator[None]:
+def translate_oom(kind: type[ServeError], when: str) -> Iterator[None]:
     """Raise `kind`, CapacityError or EngineError, if memory runs out inside. when: for the message, such as "in a
     step"."""
     try:

@@ -15,12 +15,12 @@ from tqdm import tqdm
 from serve_llm.common.types import Sampling
 from serve_llm.engine.config import Config
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS
-from serve_llm.engine.worker.graphs import Size, StepGraphs
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.graphs import BatchDescriptor, GraphRunner
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.memory import build_largest_steps
-from serve_llm.engine.worker.runner import Runner
+from serve_llm.engine.worker.model_runner import ModelRunner
 
 PROMPT_TOKENS = 3
 NUM_DECODES = 2
@@ -35,7 +35,7 @@ KINDS = (  # each needs different kernels, alone and combined with others
 logger = logging.getLogger(__name__)
 
 
-def compile_kernels(runner: Runner, config: Config, layout: CacheLayout, threads: int) -> None:
+def compile_kernels(runner: ModelRunner, config: Config, layout: KVCacheConfig, threads: int) -> None:
     """Compile the kernels of the largest steps, of those of `warm_up` (of one sequence for a model with states) and of
     sizes that are powers of two, in `threads` threads. Matrix products are really computed, so that their library loads
     the kernels for these sizes. All ranks call this. runner: captures nothing, and cannot be used afterwards. layout:
@@ -54,14 +54,16 @@ def compile_kernels(runner: Runner, config: Config, layout: CacheLayout, threads
     logger.info("Kernels compiled in %.2f s by %d threads", time.perf_counter() - began, threads)
 
 
-def choose_sizes(graphs: StepGraphs) -> list[Size]:
+def choose_sizes(graphs: GraphRunner) -> list[BatchDescriptor]:
     """Sizes that are powers of two, of decode steps and of steps with prompts."""
-    decodes = [Size(count, count) for count in graphs.decode_sizes if count.bit_count() == 1]
+    decodes = [BatchDescriptor(count, count) for count in graphs.decode_sizes if count.bit_count() == 1]
     sequences = graphs.mixed_sequences[0]
-    return decodes + [Size(tokens, sequences, is_mixed=True) for tokens in MIXED_TOKENS if tokens.bit_count() == 1]
+    return decodes + [
+        BatchDescriptor(tokens, sequences, is_mixed=True) for tokens in MIXED_TOKENS if tokens.bit_count() == 1
+    ]
 
 
-def _list_steps(config: Config, layout: CacheLayout) -> list[SchedulerOutput]:
+def _list_steps(config: Config, layout: KVCacheConfig) -> list[SchedulerOutput]:
     """The warm-up steps; none for a model that generates no text."""
     if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
         return []
@@ -69,7 +71,7 @@ def _list_steps(config: Config, layout: CacheLayout) -> list[SchedulerOutput]:
     return list(build_warm_up_steps(layout.groups, max_num_seqs, config.max_loras > 0))
 
 
-def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
+def warm_up(runner: ModelRunner, config: Config, layout: KVCacheConfig) -> None:
     """Run the steps. All ranks call this. Does nothing for a model that generates no text."""
     steps = _list_steps(config, layout)
     if not steps:
@@ -81,7 +83,7 @@ def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
 
 
 def build_warm_up_steps(
-    groups: Sequence[GroupLayout], max_num_seqs: int, has_adapters: bool = False
+    groups: Sequence[KVCacheSpec], max_num_seqs: int, has_adapters: bool = False
 ) -> Iterator[SchedulerOutput]:
     """Yield prompts of every kind, first eager and then captured; decode steps of all of them, captured; a prompt of
     each kind alone and two decode steps of the last one, captured. A size is captured when it occurs for the second

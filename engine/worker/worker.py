@@ -21,9 +21,9 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.lora import AllocateSlots, LoRALayers, LoRALinear, UnfusedLoRA
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
-from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.transformers_spec import TransformersSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
@@ -34,9 +34,9 @@ from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
 from serve_llm.engine.worker.expert_balancer import ExpertBalancer
 from serve_llm.engine.worker.freed_memory import keep_freed_memory
-from serve_llm.engine.worker.graphs import Capture, compute_now
+from serve_llm.engine.worker.graphs import Capture, run_eagerly
 from serve_llm.engine.worker.host_blocks import HostBlocks
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory, StateSizes
+from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig, StateSizes
 from serve_llm.engine.worker.memory import (
     allocate_cache,
     check_capability,
@@ -44,9 +44,9 @@ from serve_llm.engine.worker.memory import (
     count_held_bytes,
     find_free_gpu_memory,
 )
+from serve_llm.engine.worker.model_runner import ModelRunner
 from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.runnable_model import RunnableModel
-from serve_llm.engine.worker.runner import Runner
 from serve_llm.engine.worker.warm_up import compile_kernels, warm_up
 from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.lora import AllocateLoRASlots, LoRASlots
@@ -64,8 +64,8 @@ class Worker:
     def __init__(
         self,
         config: Config,
-        spec: ModelSpec | PretrainedSpec,
-        weights: WeightMap | None,  # None for a PretrainedSpec
+        spec: ModelSpec | TransformersSpec,
+        weights: WeightMap | None,  # None for a TransformersSpec
         shard: Shard,
         process_groups: ProcessGroups,
         load_decoder: LoadDecoder | None = None,
@@ -87,9 +87,9 @@ class Worker:
         self._adapter_bytes = 0  # maximum bytes of adapters
         self._states: StateSizes | None = None
         self._state_counts: dict[int, int] = {}  # layer -> float32 numbers of a sequence's state
-        with oom.raise_as(CapacityError, "while loading the weights"):
+        with oom.translate_oom(CapacityError, "while loading the weights"):
             started = time.perf_counter()
-            if isinstance(spec, PretrainedSpec):
+            if isinstance(spec, TransformersSpec):
                 self._load_pretrained(spec)
             elif load_decoder is not None:
                 self._load_other(spec, load_decoder)
@@ -105,13 +105,13 @@ class Worker:
             self._decoder.capturable = False  # ranks that capture run other steps at start, and steps of other sizes
             logger.warning("Steps are not captured as graphs, because the experts of another rank cannot be captured")
         self._balancer: ExpertBalancer | None = None
-        with oom.raise_as(CapacityError, "while trying a step of the largest size"):
+        with oom.translate_oom(CapacityError, "while trying a step of the largest size"):
             self._layout = self._plan_cache()
         self.num_blocks = self._layout.num_blocks
         self.num_slots = (config.kv_offload_memory or 0) // self._layout.block_bytes
         self._host_blocks: HostBlocks | None = None
 
-    def allocate(self, num_blocks: int, num_slots: int = 0) -> CacheLayout:
+    def allocate(self, num_blocks: int, num_slots: int = 0) -> KVCacheConfig:
         """Allocate the KV cache, and host memory slots for blocks evicted from it. num_blocks, num_slots: the smallest
         of all ranks."""
         self._layout = replace(self._layout, num_blocks=num_blocks, num_slots=num_slots)
@@ -119,12 +119,12 @@ class Worker:
             self._adapters.layers.allocate_slots()
         if self._config.device == "cpu":
             keep_freed_memory()
-        with oom.raise_as(CapacityError, "while allocating the KV cache"):
+        with oom.translate_oom(CapacityError, "while allocating the KV cache"):
             self._runner = self._build_runner(self._layout)
             if num_slots and self._runner.caches:
                 self._host_blocks = HostBlocks(self._runner.caches, self._layout, num_slots)
         if self._config.device == "cuda":
-            with oom.raise_as(CapacityError, "while trying the first steps"):
+            with oom.translate_oom(CapacityError, "while trying the first steps"):
                 warm_up(self._runner, self._config, self._layout)
         if self._config.eplb is not None and isinstance(self._decoder, Decoder):
             self._balancer = ExpertBalancer(self._decoder.dispatches, self._config.eplb, self._device)
@@ -141,9 +141,9 @@ class Worker:
         return None if self._balancer is None else self._balancer.stats
 
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
-        """Move experts, make the copies of a step, and start it; see `Runner.start`."""
+        """Move experts, make the copies of a step, and start it; see `ModelRunner.start`."""
         if self._balancer is not None:
-            with oom.raise_as(EngineError, "while moving experts"):
+            with oom.translate_oom(EngineError, "while moving experts"):
                 self._balancer.begin_step()
         if scheduler_output.copies and self._host_blocks is not None:
             self._host_blocks.copy(scheduler_output.copies)
@@ -153,11 +153,11 @@ class Worker:
         """See `InputBatch.forget_ids`."""
         self._runner.forget_ids(req_index, num_ids)
 
-    def _build_runner(self, layout: CacheLayout, capture: Capture | None = None) -> Runner:
+    def _build_runner(self, layout: KVCacheConfig, capture: Capture | None = None) -> ModelRunner:
         caches = allocate_cache(layout, self._kv_groups, self._cache_dtype, self._device, self._state_counts)
         if not layout.groups:
             caches = [torch.empty(0, dtype=self._dtype, device=self._device)] * len(self._shard.layers)
-        return Runner(
+        return ModelRunner(
             self._config, self._decoder, caches, layout, self._vocabulary, self._shard, self._adapters, capture
         )
 
@@ -244,11 +244,11 @@ class Worker:
             self._cache_dtype,
         )
 
-    def _load_pretrained(self, spec: PretrainedSpec) -> None:
-        from serve_llm.engine.hf_backend.load import load_pretrained  # takes seconds to import
+    def _load_pretrained(self, spec: TransformersSpec) -> None:
+        from serve_llm.engine.hf_backend.load import load_transformers_model  # takes seconds to import
 
         config = self._config
-        decoder = load_pretrained(
+        decoder = load_transformers_model(
             Path(config.directory),
             spec,
             max_model_len=config.max_model_len,
@@ -263,10 +263,10 @@ class Worker:
         self._model_kv_groups = decoder.kv_groups
         self._kv_groups = decoder.kv_groups
 
-    def _plan_cache(self) -> CacheLayout:
+    def _plan_cache(self) -> KVCacheConfig:
         config = self._config
 
-        def plan(num_bytes: int) -> CacheLayout:
+        def plan(num_bytes: int) -> KVCacheConfig:
             return kv_cache.plan_cache(
                 self._model_kv_groups,
                 self._kv_groups,
@@ -309,11 +309,11 @@ class Worker:
         torch.cuda.empty_cache()
         return plan(max(0, free - adapter_bytes))
 
-    def _compile_kernels(self, layout: CacheLayout) -> None:
+    def _compile_kernels(self, layout: KVCacheConfig) -> None:
         """Compile Triton's kernels in parallel, with a separate runner. layout: of one block."""
         threads = max(1, self.threads.cores // self.threads.local_ranks)
         decoder = self._decoder
         with decoder.skip_similar_layers() if isinstance(decoder, Decoder) else contextlib.nullcontext():
-            compile_kernels(self._build_runner(layout, compute_now), self._config, layout, threads)
+            compile_kernels(self._build_runner(layout, run_eagerly), self._config, layout, threads)
         gc.collect()  # a runner and its graphs refer to each other
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
-class Features:
+class BackendRequirements:
     """The device, and what the model needs there."""
 
     device: torch.device
@@ -40,7 +40,7 @@ Offer = Mapping[str, Any] | str  # kernels by field name of `registry.Kernels`, 
 class AttentionBackend:
     name: str  # in the log
     option: str  # value of --attention-backend
-    offer: Callable[[Features], Offer]
+    offer: Callable[[BackendRequirements], Offer]
 
 
 class UnavailableBackend(Exception):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from serve_llm.kernels import attention
 from serve_llm.kernels.attention import Lengths
-from serve_llm.kernels.backends.backend import AttentionForm, Features, Offer
+from serve_llm.kernels.backends.backend import AttentionForm, BackendRequirements, Offer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class FlashLibrary(Protocol):
     def get_scheduler_metadata(self, **arguments: Any) -> Tensor | None: ...
 
 
-def offer(features: Features) -> Offer:
+def offer(features: BackendRequirements) -> Offer:
     """See `Offer`. Runs each form once, and offers nothing if the results differ from those of `kernels.attention`."""
     if features.batch_invariant:
         return "its results depend on the rest of the batch, which --batch-invariant rules out"
@@ -161,7 +161,7 @@ class FlashAttention:
         )
 
 
-def try_form(paged_attention: FlashAttention, form: AttentionForm, features: Features) -> bool:
+def try_form(paged_attention: FlashAttention, form: AttentionForm, features: BackendRequirements) -> bool:
     """Whether the results are correct for a decode, a prompt after a cached prefix, and padding."""
     generator = torch.Generator().manual_seed(0)
 

@@ -18,7 +18,7 @@ def offer(batch_invariant: bool) -> Offer:
         from serve_llm.kernels.triton.fp8 import quantise_rows
         from serve_llm.kernels.triton.linear import pack, pack_heads
         from serve_llm.kernels.triton.linear_grouped import pack_grouped, pack_int8
-        from serve_llm.kernels.triton.lora import TritonSlots
+        from serve_llm.kernels.triton.lora import TritonLoRASlots
         from serve_llm.kernels.triton.moe import pack_experts
         from serve_llm.kernels.triton.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
         from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
@@ -40,6 +40,6 @@ def offer(batch_invariant: bool) -> Offer:
         "pack_heads": pack_heads if batch_invariant else linear.pack_heads,
         "pack_fp8": partial(linear_fp8.pack_fp8, quantise=quantise_rows),
         "pack_experts": partial(pack_experts, batch_invariant=batch_invariant),
-        "allocate_lora_slots": TritonSlots,
+        "allocate_lora_slots": TritonLoRASlots,
         "capturable": True,
     }

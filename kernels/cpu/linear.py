@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.kernels.cpu.library import Library, check_sources
+from serve_llm.kernels.embedding_table import EmbeddingTable, look_up_in_parts
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
-from serve_llm.kernels.table import Table, look_up_in_parts
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `Kind` in linear.h
 UNIT = 4  # bytes
@@ -84,10 +84,10 @@ class Packer:
 
     def pack_int8_table(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, quantise: Quantise
-    ) -> Table:
-        """See `kernels.table.pack_int8_table`. There must be rows."""
+    ) -> EmbeddingTable:
+        """See `kernels.embedding_table.pack_int8_table`. There must be rows."""
         packed = CompiledInt8Linear(self, weight, scale, bias, quantise)
-        return Table(packed, partial(packed.look_up, dtype))
+        return EmbeddingTable(packed, partial(packed.look_up, dtype))
 
 
 class CompiledLinear:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.kernels.cpu.library import Library, check_sources
+from serve_llm.kernels.embedding_table import EmbeddingTable, look_up_in_parts
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight, find_scale_dtype, spread_nan
-from serve_llm.kernels.table import Table, look_up_in_parts
+from serve_llm.kernels.linear_grouped import GroupQuantWeight, find_scale_dtype, spread_nan
 
 FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 = range(4)  # `Coding` in grouped.h
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.float8_e4m3fn)  # `ScaleType`
@@ -57,7 +57,7 @@ class GroupedProduct(ctypes.Structure):
     )
 
 
-class GroupedPacker:
+class GroupQuantPacker:
     """Packs weights for one variant of the library."""
 
     def __init__(self, library: Library) -> None:
@@ -81,18 +81,18 @@ class GroupedPacker:
         )
         self._pack_codes.restype = None
 
-    def packs(self, weight: GroupedWeight) -> bool:
+    def packs(self, weight: GroupQuantWeight) -> bool:
         """Return whether the weight can be packed: not if groups begin in the middle of words."""
         per_word = WORD_BITS // weight.bits
         num_groups = weight.scales.shape[1]
         is_aligned = num_groups == 1 or (weight.group_size % per_word == 0 and weight.offset % per_word == 0)
         return weight.codes.numel() > 0 and is_aligned
 
-    def pack(self, weight: GroupedWeight, bias: Tensor | None) -> Linear:
+    def pack(self, weight: GroupQuantWeight, bias: Tensor | None) -> Linear:
         """Build the layer, for a weight that `packs` accepts. x may be bfloat16 or float32."""
         return CompiledGroupedLinear(self, weight, bias)
 
-    def pack_codes(self, weight: GroupedWeight, units: int) -> Tensor:
+    def pack_codes(self, weight: GroupQuantWeight, units: int) -> Tensor:
         """(panels, units, columns) int32; the first code of a unit in its lowest bits."""
         outputs, inputs = weight.shape
         codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
@@ -110,14 +110,14 @@ class GroupedPacker:
         )
         return words
 
-    def pack_table(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Table:
-        """See `kernels.table.pack_grouped_table`, for a weight that `packs` accepts."""
+    def pack_table(self, weight: GroupQuantWeight, bias: Tensor | None, dtype: torch.dtype) -> EmbeddingTable:
+        """See `kernels.embedding_table.pack_grouped_table`, for a weight that `packs` accepts."""
         packed = CompiledGroupedLinear(self, weight, bias)
-        return Table(packed, partial(packed.look_up, dtype))
+        return EmbeddingTable(packed, partial(packed.look_up, dtype))
 
 
 class CompiledGroupedLinear:
-    def __init__(self, packer: GroupedPacker, weight: GroupedWeight, bias: Tensor | None) -> None:
+    def __init__(self, packer: GroupQuantPacker, weight: GroupQuantWeight, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
         self.multiply_batch: Callable[..., None] = packer.compiled.serve_llm_grouped_linear_batch
         self._multiply = packer.compiled.serve_llm_grouped_linear
@@ -169,7 +169,7 @@ class CompiledGroupedLinear:
         """Return rows of the weight: (rows, inputs) of `dtype`."""
         return look_up_in_parts(lambda few: self._unpack_rows(few).dequantise().to(dtype), ids)
 
-    def _unpack_rows(self, ids: Tensor) -> GroupedWeight:
+    def _unpack_rows(self, ids: Tensor) -> GroupQuantWeight:
         words, scales, zeros, minimums, _, divisors, _ = self._tensors
         panels = ids // self._columns
         places = ids % self._columns
@@ -215,7 +215,7 @@ class CompiledGroupedLinear:
         return x
 
 
-def _find_coding(weight: GroupedWeight) -> int:
+def _find_coding(weight: GroupQuantWeight) -> int:
     if weight.bits == 8:
         return FLOAT8 if weight.is_float8 else EIGHT_BITS
     return FOUR_BITS if weight.table is None else TABLE

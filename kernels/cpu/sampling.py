@@ -34,7 +34,7 @@ class Matrix(ctypes.Structure):
         return cls(logits.data_ptr(), row_bytes, rows, columns, logits.dtype == torch.bfloat16)
 
 
-class CompiledSampling:
+class CpuSamplingKernels:
     """One variant of the kernels."""
 
     def __init__(self, library: Library) -> None:

@@ -1,6 +1,6 @@
 """Add biases, bans and penalties to rows of logits in one Triton launch.
 
-Contract: `kernels.sampling.DeviceSampling.adjust`.
+Contract: `kernels.sampling.DeviceSamplingKernels.adjust`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MASK_COLUMNS = 2048  # columns per program
 
 
 def adjust(scores: Tensor, adjustments: LogitAdjustments) -> None:
-    """Same contract as `DeviceSampling.adjust`."""
+    """Same contract as `DeviceSamplingKernels.adjust`."""
     if len(adjustments.spans):
         _adjust[(len(adjustments.spans),)](
             scores,
@@ -29,7 +29,7 @@ def adjust(scores: Tensor, adjustments: LogitAdjustments) -> None:
 
 
 def apply_masks(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Same contract as `DeviceSampling.apply_masks`."""
+    """Same contract as `DeviceSamplingKernels.apply_masks`."""
     columns = scores.shape[1]
     grid = (len(rows), triton.cdiv(columns, MASK_COLUMNS))
     _apply_masks[grid](scores, scores.stride(0), rows, masks, masks.stride(0), columns, SIZE=MASK_COLUMNS)

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_llm.kernels.linear import Functional, Linear
-from serve_llm.kernels.triton.grouped import GroupedTensors, finish, sum_products
-from serve_llm.kernels.triton.linear import Invariant
-from serve_llm.kernels.triton.linear_grouped import GroupedLinear, Tile
+from serve_llm.kernels.linear import Linear, TorchLinear
+from serve_llm.kernels.triton.grouped import GroupQuantTensors, finish, sum_products
+from serve_llm.kernels.triton.linear import BatchInvariantLinear
+from serve_llm.kernels.triton.linear_grouped import GroupQuantLinear, Tile
 from serve_llm.kernels.triton.product import dot
 
-UNQUANTISED = (Functional, Invariant)  # layers with a plain weight tensor
+UNQUANTISED = (TorchLinear, BatchInvariantLinear)  # layers with a plain weight tensor
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class ExpertStack:
         stacked: it is of an unknown kind, or of another kind than earlier layers."""
         if index == 0 and isinstance(layer, UNQUANTISED):
             self._plain = _PlainStack.allocate(self._experts, layer)
-        elif index == 0 and isinstance(layer, GroupedLinear):
+        elif index == 0 and isinstance(layer, GroupQuantLinear):
             self._packed = _PackedStack(self._experts, layer)
         if self._plain is not None and isinstance(layer, UNQUANTISED):
             self._plain.put(index, layer)
             return True
-        return self._packed is not None and isinstance(layer, GroupedLinear) and self._packed.put(index, layer)
+        return self._packed is not None and isinstance(layer, GroupQuantLinear) and self._packed.put(index, layer)
 
     def get(self, index: int) -> Linear:
         """Return the layer that was put there."""
@@ -95,17 +95,17 @@ class _PlainStack:
     bias: Tensor | None  # (experts, outputs)
 
     @classmethod
-    def allocate(cls, experts: int, layer: Functional | Invariant) -> _PlainStack:
+    def allocate(cls, experts: int, layer: TorchLinear | BatchInvariantLinear) -> _PlainStack:
         weight = layer.weight.new_empty((experts, *layer.weight.shape))
         return cls(weight, None if layer.bias is None else layer.bias.new_empty((experts, *layer.bias.shape)))
 
-    def put(self, index: int, layer: Functional | Invariant) -> None:
+    def put(self, index: int, layer: TorchLinear | BatchInvariantLinear) -> None:
         self.weight[index] = layer.weight
         if self.bias is not None and layer.bias is not None:
             self.bias[index] = layer.bias
 
     def get(self, index: int) -> Linear:
-        return Functional(self.weight[index], None if self.bias is None else self.bias[index])
+        return TorchLinear(self.weight[index], None if self.bias is None else self.bias[index])
 
     def list_stacked(self) -> list[Tensor | None]:
         return [self.weight, self.bias]
@@ -137,7 +137,7 @@ class _PlainStack:
 class _PackedStack:
     """Scales have the widest type of all experts."""
 
-    def __init__(self, experts: int, layer: GroupedLinear) -> None:
+    def __init__(self, experts: int, layer: GroupQuantLinear) -> None:
         def allocate(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.new_empty((experts, *tensor.shape))
 
@@ -146,7 +146,7 @@ class _PackedStack:
         self.order = allocate(layer.order)
         self.bias = allocate(layer.bias)
 
-    def put(self, index: int, layer: GroupedLinear) -> bool:
+    def put(self, index: int, layer: GroupQuantLinear) -> bool:
         """Like `ExpertStack.put`. Returns False if it has another form."""
         if not _is_alike(self.weight, layer.weight) or (layer.order is None) != (self.order is None):
             return False
@@ -167,7 +167,7 @@ class _PackedStack:
 
         picked = {name: pick(getattr(self.weight, name)) for name in _STACKED}
         weight = replace(self.weight, **picked)  # type: ignore[arg-type]
-        return GroupedLinear(weight, pick(self.order), pick(self.bias), batch_invariant=False)
+        return GroupQuantLinear(weight, pick(self.order), pick(self.bias), batch_invariant=False)
 
     def list_stacked(self) -> list[Tensor | None]:
         return [*(getattr(self.weight, name) for name in _STACKED), self.order, self.bias]
@@ -208,7 +208,7 @@ def _promote(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return one if one == other else torch.float32
 
 
-def _is_alike(stack: GroupedTensors, weight: GroupedTensors) -> bool:
+def _is_alike(stack: GroupQuantTensors, weight: GroupQuantTensors) -> bool:
     for one in fields(stack):
         mine = getattr(stack, one.name)
         theirs = getattr(weight, one.name)

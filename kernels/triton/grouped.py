@@ -8,7 +8,8 @@ bytes are for an input of the first slab, the upper halves for the same input of
     lower halves    inputs 0 .. SLAB - 1                inputs 2 * SLAB .. 3 * SLAB - 1
     upper halves    inputs SLAB .. 2 * SLAB - 1         inputs 3 * SLAB .. 4 * SLAB - 1
 
-Inputs that the first group lacks (`GroupedWeight.offset`) and those of the last slab have codes too, but no rows of x.
+Inputs that the first group lacks (`GroupQuantWeight.offset`) and those of the last slab have codes too, but no rows of
+x.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.kernels.linear_grouped import GroupedWeight, build_e2m1_table, find_scale_dtype, spread_nan
+from serve_llm.kernels.linear_grouped import GroupQuantWeight, build_e2m1_table, find_scale_dtype, spread_nan
 from serve_llm.kernels.triton.product import dot
 
 SLAB = 64
@@ -32,8 +33,8 @@ _SCALE_KINDS = {torch.float8_e8m0fnu: E8M0_SCALE, torch.float8_e4m3fn: E4M3_SCAL
 
 
 @dataclass(frozen=True)
-class GroupedTensors:
-    """A `GroupedWeight` in the layout of this module; or a stack of such, with one more dimension in front."""
+class GroupQuantTensors:
+    """A `GroupQuantWeight` in the layout of this module; or a stack of such, with one more dimension in front."""
 
     codes: Tensor  # (rows of codes, outputs) uint8
     scales: Tensor  # (groups, outputs)
@@ -82,7 +83,7 @@ class GroupedTensors:
         }
 
 
-def arrange(weight: GroupedWeight) -> GroupedTensors:
+def arrange(weight: GroupQuantWeight) -> GroupQuantTensors:
     """Return the weight in the layout of this module, without its order of inputs. It has outputs and inputs."""
     scales = spread_nan(weight)
     dtype = find_scale_dtype((scales, weight.zeros, weight.minimums))
@@ -91,7 +92,7 @@ def arrange(weight: GroupedWeight) -> GroupedTensors:
         return tensor.to(dtype).t().contiguous()
 
     coding = _find_coding(weight)
-    return GroupedTensors(
+    return GroupQuantTensors(
         codes=_arrange_codes(weight),
         scales=by_group(scales),
         zeros=None if weight.zeros is None else by_group(weight.zeros),
@@ -106,13 +107,13 @@ def arrange(weight: GroupedWeight) -> GroupedTensors:
     )
 
 
-def _find_coding(weight: GroupedWeight) -> int:
+def _find_coding(weight: GroupQuantWeight) -> int:
     if weight.table is None:
         return E4M3 if weight.is_float8 else INTEGER
     return E2M1 if torch.equal(weight.table, build_e2m1_table(weight.table.device)) else TABLE
 
 
-def _arrange_codes(weight: GroupedWeight) -> Tensor:
+def _arrange_codes(weight: GroupQuantWeight) -> Tensor:
     outputs, inputs = weight.shape
     step = SLAB * 8 // weight.bits
     end = weight.offset + inputs
@@ -243,7 +244,7 @@ def sum_products(
 ):
     """Add to the total, (rows, columns) float32, the products of some steps, in ascending order.
 
-    x_rows: (rows,) pointers to the first input of each row. order: see `GroupedWeight`. Weights are rounded to x's
+    x_rows: (rows,) pointers to the first input of each row. order: see `GroupQuantWeight`. Weights are rounded to x's
     dtype.
     """
     depth = tl.arange(0, SLAB_SIZE)

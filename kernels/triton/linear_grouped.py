@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight
-from serve_llm.kernels.linear_int8 import Constant
-from serve_llm.kernels.triton.grouped import GroupedTensors, arrange, finish, load_codes, sum_products, unpack_slab
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
+from serve_llm.kernels.linear_int8 import ConstantLinear
+from serve_llm.kernels.triton.grouped import GroupQuantTensors, arrange, finish, load_codes, sum_products, unpack_slab
 
 PROGRAMS = 256  # target for a step
 FEW_ROWS = 64  # a step of at most this many gets more programs, as their partial sums take little memory
@@ -36,25 +36,25 @@ UNPACKED_ROWS = 513  # rows from which a weight is unpacked first; captured step
 
 
 def pack_grouped(
-    weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False
+    weight: GroupQuantWeight, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False
 ) -> Linear:
     """See `kernels.linear_grouped.pack_grouped`."""
     if weight.codes.numel() == 0:
-        return Constant(weight.shape[0], bias)
-    return GroupedLinear(arrange(weight), weight.order, bias, batch_invariant)
+        return ConstantLinear(weight.shape[0], bias)
+    return GroupQuantLinear(arrange(weight), weight.order, bias, batch_invariant)
 
 
 def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Linear:
     """See `kernels.linear_int8.pack_int8`, but x is not rounded to 8 bits."""
     codes = weight.view(torch.uint8) ^ 128  # minus the middle of the range it is the number
-    grouped = GroupedWeight(codes, 8, scale, max(weight.shape[1], 1))
+    grouped = GroupQuantWeight(codes, 8, scale, max(weight.shape[1], 1))
     return pack_grouped(grouped, bias, torch.bfloat16, batch_invariant=batch_invariant)
 
 
 @dataclass(frozen=True)
-class GroupedLinear:
-    weight: GroupedTensors
-    order: Tensor | None  # (inputs,): see `GroupedWeight`
+class GroupQuantLinear:
+    weight: GroupQuantTensors
+    order: Tensor | None  # (inputs,): see `GroupQuantWeight`
     bias: Tensor | None
     batch_invariant: bool
 
@@ -122,7 +122,7 @@ class GroupedLinear:
             )
 
 
-def unpack(weight: GroupedTensors, dtype: torch.dtype) -> Tensor:
+def unpack(weight: GroupQuantTensors, dtype: torch.dtype) -> Tensor:
     """Unpack the weight as (inputs, outputs)."""
     arguments = weight.arguments()
     unpacked = torch.empty((weight.inputs, weight.outputs), dtype=dtype, device=weight.codes.device)
@@ -145,7 +145,7 @@ class Tile:
         return cls(min(128, max(16, triton.next_power_of_2(rows))))
 
 
-def choose_splits(weight: GroupedTensors, tile: Tile, rows: int, programs: int) -> int:
+def choose_splits(weight: GroupQuantTensors, tile: Tile, rows: int, programs: int) -> int:
     """Return the number of programs among which a sum is split: enough for `programs` in total, if each has MIN_STEPS
     steps."""
     tiles = -(-rows // tile.rows) * -(-weight.outputs // tile.columns)

@@ -27,7 +27,7 @@ OUTPUTS = 64  # outputs per program of `_expand`
 MOST_ROWS = 1024  # in a call, whose parts of sums take memory
 
 
-class TritonSlots:
+class TritonLoRASlots:
     """The adapters of one linear layer."""
 
     def __init__(

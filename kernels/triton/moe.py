@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serve_llm.kernels import moe
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.moe import Activation, ExpertAdapters, HeldExpert, PackedExperts
+from serve_llm.kernels.moe import Activation, ExpertAdapters, LocalExpert, PackedExperts
 from serve_llm.kernels.triton.expert_stacks import ExpertStack, SortedPairs
 
 INVARIANT_ROWS = 64
@@ -93,11 +93,11 @@ class _GroupedExperts:
             local_experts.start, local_experts.stop + 1, dtype=torch.int16, device=first.device
         )
 
-    def list_held(self) -> list[HeldExpert]:
+    def list_held(self) -> list[LocalExpert]:
         """See `kernels.moe.PackedExperts`."""
         form = f"{self._first.form}, {self._last.form}"
         return [
-            HeldExpert(self._first.list_tensors(index) + self._last.list_tensors(index), form, is_compiled=True)
+            LocalExpert(self._first.list_tensors(index) + self._last.list_tensors(index), form, is_compiled=True)
             for index in range(len(self._local_experts))
         ]
 

@@ -1,7 +1,7 @@
 """Sample a token from each row of logits, and compute log-probabilities, on a GPU: Triton kernels.
 
-Contracts: `kernels.sampling.DeviceSampling`. `adjust` is in `adjust.py`, the search for the filters' thresholds in
-`thresholds.py`. A greedy row is read once, by `find_peaks`. For a sampled row, `_sum_segment_masses` also sums the
+Contracts: `kernels.sampling.DeviceSamplingKernels`. `adjust` is in `adjust.py`, the search for the filters' thresholds
+in `thresholds.py`. A greedy row is read once, by `find_peaks`. For a sampled row, `_sum_segment_masses` also sums the
 masses of each segment from the threshold up, and `_draw` reads one segment.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_llm.kernels.sampling import LogSoftmax
+from serve_llm.kernels.sampling import LogprobsTensors
 from serve_llm.kernels.triton.adjust import adjust, apply_masks
 from serve_llm.kernels.triton.thresholds import (
     DRAW_SIZE,
@@ -33,7 +33,7 @@ __all__ = ["adjust", "apply_masks", "log_softmax_gather", "sample"]
 
 
 def sample(logits: Tensor, draws: Tensor, sampled: bool = True, filtered: bool = True) -> Tensor:
-    """Same contract as `DeviceSampling.sample`."""
+    """Same contract as `DeviceSamplingKernels.sample`."""
     logits = _check_logits(logits)
     rows, columns = logits.shape
     peaks, peak_columns, group_peaks = find_peaks(logits, grouped=sampled and filtered)
@@ -49,8 +49,8 @@ def sample(logits: Tensor, draws: Tensor, sampled: bool = True, filtered: bool =
     return chosen
 
 
-def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogSoftmax:
-    """Same contract as `DeviceSampling.log_softmax_gather`."""
+def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogprobsTensors:
+    """Same contract as `DeviceSamplingKernels.log_softmax_gather`."""
     logits = _check_logits(logits)
     (rows, columns) = logits.shape
     device = logits.device
@@ -66,7 +66,7 @@ def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogSoftmax:
     rank = torch.empty(rows, dtype=torch.int64, device=device)
     _gather_logprobs[(rows,)](*row, logprob, log_sum, rank, SEGMENTS=padded_segments)
     if group_peaks is None:
-        return LogSoftmax(logprob, rank, rank.new_empty((rows, 0)), logprob.new_empty((rows, 0)))
+        return LogprobsTensors(logprob, rank, rank.new_empty((rows, 0)), logprob.new_empty((rows, 0)))
     draws = torch.ones((rows, DRAW_SIZE.value), dtype=torch.float64, device=device)  # temperature 1, top_p 1
     draws[:, 1] = k  # top_k
     draws[:, 3] = 0.0  # min_p
@@ -76,7 +76,7 @@ def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogSoftmax:
         logits, logits.stride(0), columns, floors, keys, k, SHIFT=SHIFTS[logits.dtype], TILE=TILE, num_warps=16
     )
     top_ids = (keys.topk(k, dim=1).values & 0xFFFFFFFF ^ 0xFFFFFFFF).clamp(max=columns - 1)
-    return LogSoftmax(logprob, rank, top_ids, logits.gather(1, top_ids).double() - log_sum.unsqueeze(1))
+    return LogprobsTensors(logprob, rank, top_ids, logits.gather(1, top_ids).double() - log_sum.unsqueeze(1))
 
 
 def _check_logits(logits: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from serve_llm.server.http.errors import InvalidRequest
 LINE_BYTES = 2**16  # limit on everything in a line except its body
 
 
-def give_way() -> None:
+def yield_gil() -> None:
     """Let another thread take the interpreter's lock if it waits for it. A thread that reads many lines would otherwise
     keep it for 5 ms at a time, and delay the event loop by as much at each of its steps."""
     time.sleep(0)
@@ -75,7 +75,7 @@ class BatchInput:
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
                         yield number, self._parse(line, number)
-                        give_way()
+                        yield_gil()
         except OSError as error:
             raise OptionError(f"--input-file {self._path}: {error.strerror}") from None
 
@@ -124,7 +124,7 @@ class BatchOutput:
                 ids.add(parse_result(line).custom_id)
             except InvalidRequest as error:
                 raise InvalidOutput(f"--output-file {self._path}, line {number}: {error}") from None
-            give_way()
+            yield_gil()
         return ids
 
     def append(self, line: bytes) -> None:

@@ -21,7 +21,7 @@ class Incomplete(enum.Enum):
 INCOMPLETE: Final = Incomplete.INCOMPLETE
 
 
-class Found(NamedTuple):
+class DelimiterMatch(NamedTuple):
     label: str
     start: int
     end: int
@@ -49,19 +49,19 @@ class DelimiterSet:
         """Whether no delimiter begins in a text."""
         return self._candidate.search(text) is None
 
-    def match(self, text: str, start: int, final: bool) -> Found | Incomplete | None:
+    def match(self, text: str, start: int, final: bool) -> DelimiterMatch | Incomplete | None:
         """Return the longest delimiter at `start`. final: the text is complete."""
-        best: Found | None = None
+        best: DelimiterMatch | None = None
         for label, words in self._forms:
             end = _match_words(text, start, words)
             if end is INCOMPLETE:
                 if not final:
                     return INCOMPLETE
             elif end is not None and (best is None or end > best.end):
-                best = Found(label, start, end)
+                best = DelimiterMatch(label, start, end)
         return best
 
-    def find(self, text: str, start: int, final: bool) -> Found | int:
+    def find(self, text: str, start: int, final: bool) -> DelimiterMatch | int:
         """Return the first delimiter from `start` on; if there is none, the position from which text may still become
         one."""
         while True:

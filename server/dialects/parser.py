@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from serve_llm.server.dialects.call_header import CallHeader, CallHeaderReader
 from serve_llm.server.dialects.call_ids import CallIdMaker
 from serve_llm.server.dialects.delimiters import (
     INCOMPLETE,
+    DelimiterMatch,
     DelimiterSet,
-    Found,
     Incomplete,
     TurnDelimiters,
     get_edge_after,
@@ -21,7 +22,6 @@ from serve_llm.server.dialects.delimiters import (
     skip_space,
 )
 from serve_llm.server.dialects.dialect import Dialect, PythonicCodec, TaggedCodec
-from serve_llm.server.dialects.head import Head, HeadReader
 from serve_llm.server.dialects.json_codec import ArgumentsReader, Outcome
 from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd, ContentPiece, Piece, ReasoningPiece
 from serve_llm.server.dialects.readers import create_reader
@@ -65,7 +65,7 @@ class DialectParser:
         self._calls = dialect.calls if parse_calls else None
         self._requires_call = requires_call
         self._content_has_form = content_has_form
-        self._heads = HeadReader(self._calls, self._tools) if self._calls is not None else None
+        self._heads = CallHeaderReader(self._calls, self._tools) if self._calls is not None else None
         self._ids = CallIdMaker(generator or random.Random(), num_previous_calls)
         self._delimiters = TurnDelimiters(dialect, self._calls, spelled_ends)
 
@@ -219,7 +219,7 @@ class DialectParser:
         """Whether the text being read is content under a grammar."""
         return self._content_has_form and not self.is_reasoning and not self._num_calls
 
-    def _must_be_last(self, found: Found) -> bool:
+    def _must_be_last(self, found: DelimiterMatch) -> bool:
         """Whether a delimiter counts only if nothing follows it."""
         return found.label == "end" or (found.label == "close" and self._is_in_message and self._content_has_form)
 
@@ -294,11 +294,11 @@ class DialectParser:
 
     # Transitions between states.
 
-    def _read_first_head(self, start: int) -> Head | Incomplete | None:
+    def _read_first_head(self, start: int) -> CallHeader | Incomplete | None:
         assert self._heads is not None
         return self._heads.read_first(self._buffer, start, self._is_final)
 
-    def _cross(self, found: Found) -> None:
+    def _cross(self, found: DelimiterMatch) -> None:
         """Continue after a delimiter that is not one of calls."""
         if found.label in ("skip", "end"):
             text = self._buffer[: found.start]
@@ -339,7 +339,7 @@ class DialectParser:
         self._needs_separator = self._has_content and self._dialect.content is not None
         self._read_state = self._read_start
 
-    def _begin_call(self, head: Head, start: int) -> None:
+    def _begin_call(self, head: CallHeader, start: int) -> None:
         """start: of the call's first delimiter."""
         assert self._calls is not None
         self._end_part(start)

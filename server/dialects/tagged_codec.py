@@ -8,8 +8,8 @@ import re
 
 from serve_llm.server.dialects.delimiters import (
     INCOMPLETE,
+    DelimiterMatch,
     DelimiterSet,
-    Found,
     Incomplete,
     get_edge_after,
     get_edge_before,
@@ -136,7 +136,7 @@ class _Value:
         self._add(parts, f'{escape_json(value)}"' if self._is_raw else _write_value(value, self._types))
         return found.end
 
-    def _find_end(self, text: str, final: bool) -> Found | int:
+    def _find_end(self, text: str, final: bool) -> DelimiterMatch | int:
         """Return the delimiter that ends the value. In JSON it may occur in strings, unless the JSON never ends."""
         while True:
             found = self._value_end.find(text, self.position + self._num_passed, final)
@@ -155,10 +155,10 @@ class _Value:
                 return found if decode_json(value.strip()) is not None else self._get_first_end()
             self._num_passed = found.end - self.position
 
-    def _get_first_end(self) -> Found:
+    def _get_first_end(self) -> DelimiterMatch:
         assert self._first_end is not None
         start, end = self._first_end
-        return Found("end", self.position + start, self.position + end)
+        return DelimiterMatch("end", self.position + start, self.position + end)
 
     def _is_cut(self, value: str) -> bool:
         """Whether a value up to the first delimiter ends inside a JSON string."""

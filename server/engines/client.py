@@ -1,6 +1,7 @@
 """The server's end of the ZeroMQ channel to one engine process.
 
-Every request has a sink: a plain function that is called in the event loop with each `Output` up to the final one.
+Every request has a sink: a plain function that is called in the event loop with each `EngineCoreOutput` up to the final
+one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from serve_llm.common import messages
 from serve_llm.common.errors import EngineError, ServeError
 from serve_llm.common.heartbeat import Heartbeat, heartbeat_path
 from serve_llm.common.options.schema import Options
-from serve_llm.common.types import ModelInfo, Output, Request, Stats
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, ModelInfo, SchedulerStats
 from serve_llm.server.metrics.meter import Meter
 
-Sink = Callable[[Output], None]
+Sink = Callable[[EngineCoreOutput], None]
 
 
 class EngineClient:
@@ -39,7 +40,7 @@ class EngineClient:
         self._sinks: dict[int, Sink] = {}
         self._facts: ModelInfo | None = None
         self.meter = meter
-        self.stats = Stats()
+        self.stats = SchedulerStats()
         self.failure: ServeError | None = None
         self.responds = True  # the heartbeat is advancing; set by EngineProcess
 
@@ -82,12 +83,12 @@ class EngineClient:
         """Deliver outputs until cancelled. Raises the engine's ServeError if it fails."""
         while True:
             message = messages.decode_from_engine(await self._socket.recv())
-            if isinstance(message, messages.StepOutputs):
+            if isinstance(message, messages.EngineCoreOutputs):
                 self._deliver(message)
             elif isinstance(message, messages.Failed):
                 raise message.to_exception()
 
-    def _deliver(self, step: messages.StepOutputs) -> None:
+    def _deliver(self, step: messages.EngineCoreOutputs) -> None:
         self.stats = step.stats
         self.meter.count_step(step.stats)
         for output in step.outputs:
@@ -96,7 +97,7 @@ class EngineClient:
             if sink is not None:
                 sink(output)
 
-    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
+    def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> None:
         """Open requests in one message. Does nothing if the engine is gone."""
         if self.failure is not None:
             return

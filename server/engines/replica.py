@@ -8,17 +8,24 @@ from typing import Protocol
 
 import msgspec
 
-from serve_llm.common.types import EPLBStats, ModelInfo, OffloadStats, Output, Request, Stats
+from serve_llm.common.types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EPLBStats,
+    ModelInfo,
+    OffloadStats,
+    SchedulerStats,
+)
 from serve_llm.server.metrics.meter import Meter
 
-Sink = Callable[[Output], None]
+Sink = Callable[[EngineCoreOutput], None]
 
 
 class EngineHandle(Protocol):
     """The part of `server.engines.client.EngineClient` that replicas use."""
 
     meter: Meter  # counts the engine's steps
-    stats: Stats
+    stats: SchedulerStats
 
     @property
     def ready(self) -> bool: ...
@@ -26,7 +33,7 @@ class EngineHandle(Protocol):
     @property
     def facts(self) -> ModelInfo: ...
 
-    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None: ...
+    def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> None: ...
 
     def abort(self, ids: Sequence[int]) -> None: ...
 
@@ -41,7 +48,7 @@ class Replica:
         self.is_lost = engine is None  # there is no process, or it is gone and has not been replaced yet
         self.is_draining = False  # accepts no more requests, because it is about to be stopped
         self.has_served = engine is not None
-        self._past = Stats()  # counters of the previous processes
+        self._past = SchedulerStats()  # counters of the previous processes
 
     @property
     def is_active(self) -> bool:
@@ -63,7 +70,7 @@ class Replica:
         return self.engine.facts
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> SchedulerStats:
         """Gauges of the current process; counters since the server started."""
         if self.is_lost or self.engine is None:
             return self._past

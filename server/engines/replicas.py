@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count, groupby
 
 from serve_llm.common.errors import EngineDead, ServeError
-from serve_llm.common.types import ModelInfo, Request
+from serve_llm.common.types import EngineCoreRequest, ModelInfo
 from serve_llm.server.engines.quarantine import Quarantine
 from serve_llm.server.engines.replica import EngineHandle, Replica, Sink
 from serve_llm.server.engines.restarts import RestartRecord
@@ -75,7 +75,7 @@ class Replicas:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> list[TrackedRequest]:
+    def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> list[TrackedRequest]:
         """Submit requests; all choices of a prompt go to one engine. They wait while all engines are being replaced.
 
         Raises EngineDead if no engine will be replaced.

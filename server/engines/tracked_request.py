@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason
 from serve_llm.server.metrics.meter import Meter
 
 
@@ -62,7 +62,11 @@ class TrackedRequest:
     )
 
     def __init__(
-        self, request: Request, sink: Callable[[Output], None], observer: RequestObserver, meter: Meter
+        self,
+        request: EngineCoreRequest,
+        sink: Callable[[EngineCoreOutput], None],
+        observer: RequestObserver,
+        meter: Meter,
     ) -> None:
         """sink: called in the event loop with every output. meter: that of engine 0, until the request is placed."""
         self.id = request.id
@@ -87,7 +91,7 @@ class TrackedRequest:
     def num_received(self) -> int:
         return len(self.output_ids or ())
 
-    def receive(self, output: Output) -> None:
+    def receive(self, output: EngineCoreOutput) -> None:
         """Called by the engine client for each output."""
         if output.cached_tokens is not None:  # the first output since the request was placed
             self._observer.on_prompt_computed(self)
@@ -134,4 +138,4 @@ class TrackedRequest:
     def fail(self, error: str) -> None:
         """Deliver a final output with this error."""
         self.finish_reason = FinishReason.ERROR
-        self.sink(Output(id=self.id, token_ids=[], finish_reason=FinishReason.ERROR, error=error))
+        self.sink(EngineCoreOutput(id=self.id, token_ids=[], finish_reason=FinishReason.ERROR, error=error))

@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from serve_llm.common.types import ModelInfo, Output
+from serve_llm.common.types import EngineCoreOutput, ModelInfo
 from serve_llm.server.admission.controller import MESSAGES, AdmissionRequest
 from serve_llm.server.admission.throughput import Pace
 from serve_llm.server.engines.tracked_request import Replay
 from serve_llm.server.front_ends.messages import (
     AbortRequests,
     Close,
-    EngineOutputs,
     EngineState,
     FromFrontEnd,
     Open,
     Rejected,
+    RelayedOutputs,
     Replays,
 )
 from serve_llm.server.generate.dispatcher import Pairs
@@ -35,7 +35,7 @@ class RelayedRequest:
 
     __slots__ = ("engine", "meter", "replays", "sink")
 
-    def __init__(self, sink: Callable[[Output], None], meter: Meter) -> None:
+    def __init__(self, sink: Callable[[EngineCoreOutput], None], meter: Meter) -> None:
         """meter: that of engine 0, until the first output."""
         self.sink = sink
         self.meter = meter
@@ -144,7 +144,7 @@ class RemoteDispatcher:
     def update(self, state: EngineState) -> None:
         self._state = state
 
-    def deliver(self, message: EngineOutputs) -> None:
+    def deliver(self, message: RelayedOutputs) -> None:
         self.clock.advance()
         meter = self.meters[message.engine]
         for output in message.outputs:

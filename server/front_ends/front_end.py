@@ -23,11 +23,11 @@ from serve_llm.server.front_ends.messages import (
     CollectCounts,
     Counts,
     Drain,
-    EngineOutputs,
     EngineState,
     FromFrontEnd,
     Loaded,
     Rejected,
+    RelayedOutputs,
     Replays,
     Setup,
     decode_to_front_end,
@@ -89,7 +89,7 @@ class FrontEnd:
             return
         dispatcher = self._dispatcher
         assert dispatcher is not None, "Setup comes first"
-        if isinstance(message, EngineOutputs):
+        if isinstance(message, RelayedOutputs):
             dispatcher.deliver(message)
         elif isinstance(message, Replays):
             dispatcher.note_replays(message)

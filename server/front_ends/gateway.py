@@ -29,10 +29,10 @@ from serve_llm.server.front_ends.process import FrontEndProcess, create_channel
 from serve_llm.server.front_ends.tunnel import (
     BEAT_SECONDS,
     LOST_SECONDS,
-    Beat,
     FromHost,
     FrontEndStarted,
     Join,
+    Keepalive,
     Kill,
     Leave,
     LocalStream,
@@ -274,7 +274,7 @@ class FrontEndGateway:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for peer, host in list(self._hosts.items()):
-                self._send(peer, Beat())
+                self._send(peer, Keepalive())
                 if time.monotonic() - host.last_heard > LOST_SECONDS:
                     self._end(peer, f"no message for {LOST_SECONDS:.0f} s")
                 elif not host.num_wanted and not host.processes:

@@ -31,10 +31,10 @@ from serve_llm.server.front_ends.process import end_process, kill_process, start
 from serve_llm.server.front_ends.tunnel import (
     BEAT_SECONDS,
     LOST_SECONDS,
-    Beat,
     FromHost,
     FrontEndStarted,
     Join,
+    Keepalive,
     Kill,
     Leave,
     LocalStream,
@@ -285,7 +285,7 @@ class _Session:
 
     async def _beat(self) -> None:
         while True:
-            self._send(Beat())
+            self._send(Keepalive())
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _leave(self) -> None:

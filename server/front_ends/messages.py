@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from serve_llm.common.options.schema import Options
-from serve_llm.common.types import Adapter, ModelInfo, Output, Request
+from serve_llm.common.types import Adapter, EngineCoreOutput, EngineCoreRequest, ModelInfo
 from serve_llm.server.admission.recent_requests import RequestLabel
 from serve_llm.server.admission.throughput import Pace
 from serve_llm.server.engines.tracked_request import Replay
@@ -61,11 +61,11 @@ class EngineState(msgspec.Struct, tag=True, frozen=True):
     pace: Pace
 
 
-class EngineOutputs(msgspec.Struct, tag=True, frozen=True):
+class RelayedOutputs(msgspec.Struct, tag=True, frozen=True):
     """Outputs of one engine, with ids assigned by the front end."""
 
     engine: int
-    outputs: list[Output]
+    outputs: list[EngineCoreOutput]
 
 
 class Replays(msgspec.Struct, tag=True, frozen=True):
@@ -112,7 +112,7 @@ class Open(msgspec.Struct, tag=True, frozen=True):
     max_tokens: int
     deadline: float | None
     label: RequestLabel
-    requests: list[Request]
+    requests: list[EngineCoreRequest]
 
 
 class AbortRequests(msgspec.Struct, tag=True, frozen=True):
@@ -141,7 +141,7 @@ class AdaptersKnown(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
-ToFrontEnd = Setup | Adapters | Activate | Drain | CollectCounts | EngineState | EngineOutputs | Replays | Rejected
+ToFrontEnd = Setup | Adapters | Activate | Drain | CollectCounts | EngineState | RelayedOutputs | Replays | Rejected
 FromFrontEnd = Loaded | Open | AbortRequests | Close | Counts | AdaptersKnown
 
 encode = msgspec.msgpack.Encoder().encode

@@ -12,15 +12,15 @@ from functools import partial
 
 import msgspec
 
-from serve_llm.common.types import Output, Request
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest
 from serve_llm.server.admission.controller import AdmissionRequest
 from serve_llm.server.engines.tracked_request import TrackedRequest
 from serve_llm.server.front_ends.messages import (
     AbortRequests,
     Close,
-    EngineOutputs,
     Open,
     Rejected,
+    RelayedOutputs,
     Replays,
     ToFrontEnd,
 )
@@ -35,7 +35,9 @@ class Relay:
         self._dispatcher = dispatcher
         self._send = send
         self._open: dict[int, tuple[AdmissionRequest, list[int]]] = {}  # generation -> its admission and request ids
-        self._pending: list[list[Output]] = [[] for _ in range(num_engines)]  # outputs of this step, by engine
+        self._pending: list[list[EngineCoreOutput]] = [
+            [] for _ in range(num_engines)
+        ]  # outputs of this step, by engine
         self._is_flushing = False
         self._is_closed = False
 
@@ -86,7 +88,7 @@ class Relay:
     def begin(self, admission: AdmissionRequest, num_prompt_tokens: int) -> None:
         self._dispatcher.begin(admission, num_prompt_tokens)
 
-    def forward(self, tracked: TrackedRequest, output: Output) -> None:
+    def forward(self, tracked: TrackedRequest, output: EngineCoreOutput) -> None:
         """Send an output together with the others of its step."""
         if output.finish_reason is not None and tracked.replays:
             self._send(Replays(tracked.id, tracked.replays))
@@ -100,7 +102,7 @@ class Relay:
         for engine, outputs in enumerate(self._pending):
             if outputs:
                 self._pending[engine] = []
-                self._send(EngineOutputs(engine, outputs))
+                self._send(RelayedOutputs(engine, outputs))
 
     def _reject(self, generation: int, error: RequestError, *, was_admitted: bool) -> None:
         if not self._is_closed:
@@ -114,14 +116,14 @@ class _Sink:
 
     tracked: TrackedRequest  # set when the request is submitted
 
-    def __init__(self, relay: Relay, admission: AdmissionRequest, request: Request) -> None:
+    def __init__(self, relay: Relay, admission: AdmissionRequest, request: EngineCoreRequest) -> None:
         self._relay = relay
         self._admission = admission
         self._id = request.id
         self._num_prompt_tokens = 0 if request.sampling.choice else len(request.prompt_ids)
         self._has_begun = False
 
-    def __call__(self, output: Output) -> None:
+    def __call__(self, output: EngineCoreOutput) -> None:
         if not self._has_begun and output.error is None:
             self._has_begun = True
             self._relay.begin(self._admission, self._num_prompt_tokens)
@@ -129,7 +131,7 @@ class _Sink:
         self._relay.forward(self.tracked, output)
 
 
-def _restore_prompts(requests: list[Request]) -> list[Request]:
+def _restore_prompts(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
     """Give later choices of a prompt the same list object as the first one, because `Replicas` groups them by it."""
     restored = []
     prompt_ids: list[int] = []

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason
 from serve_llm.server.dialects.parser import DialectParser
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.detokenize import DetokenizerFactory
@@ -88,7 +88,7 @@ class Choice:
             request.reply is None or request.reply.include_reasoning,
             () if echo is None else echo.added_positions,
         )
-        self.engine_request = Request(
+        self.engine_request = EngineCoreRequest(
             id=request_id,
             prompt_ids=request.prompts[prompt],
             sampling=msgspec.structs.replace(request.samplings[prompt], seed=seed, choice=choice),
@@ -106,7 +106,7 @@ class Choice:
         self._num_preemptions = 0
         self._has_changed = False
 
-    def receive(self, output: Output) -> None:
+    def receive(self, output: EngineCoreOutput) -> None:
         """Called for each output of the engine request."""
         if output.finish_reason is FinishReason.ERROR:
             self._generation.fail(_build_error(output))
@@ -141,7 +141,7 @@ class Choice:
         meter = self.submitted.meter
         meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times, self._num_preemptions)
 
-    def _begin(self, output: Output) -> None:
+    def _begin(self, output: EngineCoreOutput) -> None:
         self.cached_tokens = output.cached_tokens or 0
         num_prompt_tokens = len(self.engine_request.prompt_ids) if self._is_first else 0
         meter = self.submitted.meter
@@ -151,6 +151,6 @@ class Choice:
         meter.count_first_output(self.times, output.queued_seconds)
 
 
-def _build_error(output: Output) -> RequestError:
+def _build_error(output: EngineCoreOutput) -> RequestError:
     message = output.error or "the engine failed"
     return InvalidRequest(message) if output.is_contradiction else GenerationFailed(message)

@@ -37,7 +37,7 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None  # set in the choice's last delta
     stop_reason: int | str | None = None  # the stop id or stop string that ended the text, if any
     prompt_logprobs: list[TokenLogprobs] | None = None  # in the first delta, if requested; none for the first token
-    vector: bytes | None = None  # in the only delta of a pooling request; see `Output.vector`
+    vector: bytes | None = None  # in the only delta of a pooling request; see `EngineCoreOutput.vector`
     pieces: list[Piece] = []  # reasoning, content and calls in the order of the text; empty if everything is in `text`
     num_calls: int = 0  # tool calls begun so far in this choice
 

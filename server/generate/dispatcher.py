@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from serve_llm.common.errors import EngineError
-from serve_llm.common.types import ModelInfo, Output, Request
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, ModelInfo
 from serve_llm.server.admission.controller import AdmissionController, AdmissionRequest
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.engines.tracked_request import Replay, TrackedRequest
 from serve_llm.server.http.errors import RequestError, Unavailable
 from serve_llm.server.metrics.meter import Clock, Meter
 
-Pairs = Sequence[tuple[Request, Callable[[Output], None]]]  # requests with their sinks
+Pairs = Sequence[tuple[EngineCoreRequest, Callable[[EngineCoreOutput], None]]]  # requests with their sinks
 
 
 class SubmittedRequest(Protocol):

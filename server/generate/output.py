@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from serve_llm.common.types import FinishReason, Output, TokenLogprobs
+from serve_llm.common.types import EngineCoreOutput, FinishReason, TokenLogprobs
 from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece
 from serve_llm.server.generate.delta import Delta, TokenEntry
 from serve_llm.server.generate.detokenize import DetokenizerFactory
@@ -123,7 +123,7 @@ class OutputProcessor:
         self._stop_reason: int | str | None = None
         self._vector: bytes | None = None
 
-    def push(self, output: Output) -> int:
+    def push(self, output: EngineCoreOutput) -> int:
         """Add a step's output. Returns how many of its tokens belong to the text, that is, precede a stop string."""
         if not self._has_started:
             self._start(output)
@@ -168,7 +168,7 @@ class OutputProcessor:
         self._prompt_logprobs = None
         return delta
 
-    def _start(self, output: Output) -> None:
+    def _start(self, output: EngineCoreOutput) -> None:
         """Handle the prompt: its log-probabilities come with the first output."""
         self._has_started = True
         if self._params.prompt_logprobs is not None:
@@ -186,7 +186,7 @@ class OutputProcessor:
         self._num_decoded = len(self._echo)
         self._num_released = len(self._echo)
 
-    def _push_token_by_token(self, output: Output) -> int:
+    def _push_token_by_token(self, output: EngineCoreOutput) -> int:
         num_before = self.num_tokens
         hides_stop_id = output.stop_id is not None and not self._params.include_stop_str_in_output
         num_shown = len(output.token_ids) - hides_stop_id
@@ -220,7 +220,7 @@ class OutputProcessor:
             return False
         return self._repetition.push(token_id) and self.num_tokens >= self._params.min_tokens
 
-    def _finish(self, output: Output) -> None:
+    def _finish(self, output: EngineCoreOutput) -> None:
         self._finish_text()
         if self.finish_reason is not None:
             return

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from serve_llm.common.types import FinishReason, ModelInfo, Stats
+from serve_llm.common.types import FinishReason, ModelInfo, SchedulerStats
 from serve_llm.server.metrics.histogram import Histogram, HistogramCounts
 from serve_llm.server.metrics.http_meter import HttpMeter
 from serve_llm.server.metrics.usage import UsageMeter
@@ -140,7 +140,7 @@ class Meter:
         self.replayed_tokens = 0
         self.recovery = Histogram(_DURATION)
 
-    def count_step(self, stats: Stats) -> None:
+    def count_step(self, stats: SchedulerStats) -> None:
         """Count an engine step and advance the clock. Call before the step's outputs are delivered."""
         self.clock.advance()
         if stats.step_tokens:
@@ -239,7 +239,7 @@ class MeasuredEngine(Protocol):
     has_served: bool  # it counts as an engine; otherwise it may be added later
 
     @property
-    def stats(self) -> Stats: ...
+    def stats(self) -> SchedulerStats: ...
 
     @property
     def ready(self) -> bool: ...

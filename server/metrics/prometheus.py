@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from serve_llm.common.options.schema import Options
-from serve_llm.common.types import EPLBStats, ModelInfo, OffloadStats, Stats
+from serve_llm.common.types import EPLBStats, ModelInfo, OffloadStats, SchedulerStats
 from serve_llm.server.metrics.histogram import Histogram
 from serve_llm.server.metrics.meter import MeasuredEngine, MeasuredEngines, Meter, ServerCounts
 from serve_llm.server.metrics.usage import UsageMeter, UsageTotals
@@ -113,7 +113,7 @@ class EngineCollector(Collector):
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         text: str,
-        value: Callable[[Stats, Meter], float],
+        value: Callable[[SchedulerStats, Meter], float],
     ) -> Metric:
         family = kind(self._prefix + name, text, labels=LABELS)
         for labels, engine in self._labelled_engines():
@@ -143,7 +143,7 @@ class EngineCollector(Collector):
             family.add_metric([*labels, "deferred"], stats.num_deferred)
         return family
 
-    def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
+    def _by_source(self, name: str, text: str, count: Callable[[SchedulerStats], int]) -> Metric:
         """Counts of drafts. All engines have the same draft source."""
         if self._draft_source is None:
             self._draft_source = next((engine.facts.draft_source for engine in self._engines if engine.ready), None)
@@ -230,12 +230,12 @@ class EngineCollector(Collector):
 
 LABELS = ("model_name", "engine")
 NO_EPLB = EPLBStats()
-_GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats, Meter], float]], ...] = (
     ("num_requests_running", "Requests being computed.", lambda stats, _: stats.num_running),
     ("num_requests_waiting", "Requests waiting in the engine.", lambda stats, _: stats.num_waiting),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda stats, _: stats.kv_cache_usage),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats, Meter], float]], ...] = (
     ("prompt_tokens", "Prompt tokens computed or found.", lambda _, meter: meter.prompt_tokens),
     ("generation_tokens", "Generated tokens delivered.", lambda _, meter: meter.generation_tokens),
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats, _: stats.prefix_cache_queries),
@@ -248,7 +248,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
     ("replayed_tokens", "Tokens computed again for them.", lambda _, meter: meter.replayed_tokens),
 )
-_DRAFTS: tuple[tuple[str, str, Callable[[Stats], int]], ...] = (
+_DRAFTS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = (
     ("spec_decode_num_drafts", "Times a step verified drafts.", lambda stats: stats.num_drafts),
     ("spec_decode_num_draft_tokens", "Draft tokens verified.", lambda stats: stats.num_draft_tokens),
     ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda stats: stats.num_accepted_tokens),

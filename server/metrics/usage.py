@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from serve_llm.common.types import Request
+from serve_llm.common.types import EngineCoreRequest
 
 MAX_LABELS = 100  # further keys or adapters are counted together
 OTHERS = "others"
@@ -60,7 +60,7 @@ class UsageMeter:
         """loaded: the names of the adapters that are served now; it changes with them."""
         self.by_adapter.current = loaded
 
-    def count(self, request: Request, num_generated: int | None) -> None:
+    def count(self, request: EngineCoreRequest, num_generated: int | None) -> None:
         """Count a request that has ended. num_generated: received tokens; None if there was no output."""
         was_computed = num_generated is not None and request.sampling.choice == 0
         prompt_tokens = len(request.prompt_ids) if was_computed else 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from serve_llm.common.options.schema import Options
-from serve_llm.common.types import OffloadStats, Stats
+from serve_llm.common.types import OffloadStats, SchedulerStats
 from serve_llm.server.metrics.histogram import Histogram
 from serve_llm.server.metrics.http_meter import HttpMeter
 from serve_llm.server.metrics.meter import Meter
@@ -17,10 +17,10 @@ from serve_llm.server.metrics.prometheus import LABELS, EngineCollector
 VLLM_PREFIX = "vllm:"
 # Engines never sleep here.
 _SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
-_GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats, Meter], float]], ...] = (
     ("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", lambda stats, _: stats.kv_cache_usage),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats, Meter], float]], ...] = (
     ("prompt_tokens_cached", "Prompt tokens found.", lambda _, meter: meter.prompt_sources["local_cache_hit"]),
     ("kv_offload_load_bytes", "Bytes read back to the device.", lambda stats, _: _host_memory(stats).hit_bytes),
     ("kv_offload_store_bytes", "Bytes moved to host memory.", lambda stats, _: _host_memory(stats).stored_bytes),
@@ -71,7 +71,7 @@ def choose_collector(options: Options) -> type[EngineCollector]:
     return VllmCollector if options.metrics_prefix == VLLM_PREFIX else EngineCollector
 
 
-def _host_memory(stats: Stats) -> OffloadStats:
+def _host_memory(stats: SchedulerStats) -> OffloadStats:
     return stats.offload_memory or OffloadStats()
 
 

@@ -15,7 +15,7 @@ from serve_llm.common.types import ThinkingBudget
 from serve_llm.server.dialects.dialect import Delimiter, get_forms
 from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
-from serve_llm.server.prompt.context import Context, NeedsWorker
+from serve_llm.server.prompt.context import JobContext, NeedsWorker
 from serve_llm.server.prompt.messages import count_calls
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.template import ChatTemplate, Message
@@ -57,7 +57,7 @@ class ChatTurn:
         return bool(self.tools) and self.tool_choice.mode != "none"
 
 
-def prepare_turn(turn: ChatTurn, context: Context) -> tuple[str, TextRequest]:
+def prepare_turn(turn: ChatTurn, context: JobContext) -> tuple[str, TextRequest]:
     """Render the prompt and build the request for the engine. Raises InvalidRequest, NeedsWorker."""
     params = turn.params
     text = render_turn(turn, context)
@@ -92,12 +92,12 @@ def prepare_turn(turn: ChatTurn, context: Context) -> tuple[str, TextRequest]:
     return text, request
 
 
-def count_prompt_tokens(turn: ChatTurn, context: Context) -> int:
+def count_prompt_tokens(turn: ChatTurn, context: JobContext) -> int:
     """Raises InvalidRequest, NeedsWorker."""
     return len(context.model.tokenizer.encode(render_turn(turn, context), add_special_tokens=False))
 
 
-def render_turn(turn: ChatTurn, context: Context) -> str:
+def render_turn(turn: ChatTurn, context: JobContext) -> str:
     """Render the prompt. Raises InvalidRequest, NeedsWorker."""
     if not turn.messages:
         raise InvalidRequest(f"{turn.param} must not be empty", turn.param)
@@ -121,7 +121,7 @@ def render_turn(turn: ChatTurn, context: Context) -> str:
     )
 
 
-def _choose_template(turn: ChatTurn, context: Context) -> ChatTemplate:
+def _choose_template(turn: ChatTurn, context: JobContext) -> ChatTemplate:
     if turn.chat_template is not None:
         if not context.trusts_templates:
             raise Unsupported("chat_template needs a server with --trust-request-chat-template", "chat_template")
@@ -149,7 +149,7 @@ def _describe_tool(tool: Tool) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
-def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFormat | None:
+def _build_reply_format(turn: ChatTurn, text: str, context: JobContext) -> ReplyFormat | None:
     """Return None if everything that the model writes is content. Raises Unsupported."""
     dialect = context.model.dialect
     if turn.offers_calls and (dialect is None or dialect.calls is None):
@@ -177,7 +177,7 @@ def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFor
     )
 
 
-def _find_grammar(turn: ChatTurn, reply: ReplyFormat | None, context: Context) -> str:
+def _find_grammar(turn: ChatTurn, reply: ReplyFormat | None, context: JobContext) -> str:
     """The grammar that the text must satisfy; empty if there is no restriction. Raises InvalidRequest,
     GrammarNeeded."""
     wanted = turn.params.structured_outputs

@@ -24,7 +24,7 @@ class GrammarNeeded(NeedsWorker):
         self.source = source
 
 
-class Context(NamedTuple):
+class JobContext(NamedTuple):
     model: ServedModel
     facts: ModelInfo
     limits: Limits
@@ -44,6 +44,6 @@ class Context(NamedTuple):
         return found.unwrap()
 
 
-def parse_openai_body(kind: type[Body], content: bytes, context: Context) -> tuple[Body, list[str]]:
+def parse_openai_body(kind: type[Body], content: bytes, context: JobContext) -> tuple[Body, list[str]]:
     """`parse_by_policy` with the server's policy. Raises InvalidRequest, TooLarge."""
     return parse_by_policy(kind, content, context.limits, ignores_unknown=context.ignores_unknown_fields)

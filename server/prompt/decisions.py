@@ -11,7 +11,7 @@ import msgspec
 
 from serve_llm.server.http.errors import Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn, render_turn
-from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.template import Message
 from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare
 from serve_llm.server.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ class Question(msgspec.Struct, frozen=True):
         return f"{intro}{self.instructions}\n\n" + "\n".join(lines) + "\n\nAnswer with the letter of one option only."
 
 
-def prepare_questions(messages: Sequence[Message], questions: Sequence[Question], context: Context) -> TextRequest:
+def prepare_questions(messages: Sequence[Message], questions: Sequence[Question], context: JobContext) -> TextRequest:
     """Prepare one prompt per question, requesting the log-probabilities of the labels. Raises InvalidRequest,
     Unsupported."""
     model = context.model
@@ -77,7 +77,7 @@ def _append(messages: Sequence[Message], text: str) -> list[Message]:
     return [*messages, {"role": "user", "content": text}]
 
 
-def _find_label_id(label: str, context: Context) -> int:
+def _find_label_id(label: str, context: JobContext) -> int:
     ids = context.model.tokenizer.encode(label, add_special_tokens=False)
     if len(ids) != 1:
         raise Unsupported(f"this model's tokenizer has no single token for the label {label}", "questions")

@@ -8,7 +8,7 @@ from serve_llm.server.prompt.items import StoredItem, ToolItem
 from serve_llm.server.prompt.validate import TextRequest
 
 
-class Generate(msgspec.Struct, kw_only=True):
+class ValidGenerateRequest(msgspec.Struct, kw_only=True):
     """A valid completion or chat completion request."""
 
     request: TextRequest

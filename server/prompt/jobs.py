@@ -13,11 +13,11 @@ import msgspec
 from serve_llm.server.http.anthropic_errors import reword_long_prompt
 from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import count_prompt_tokens, drop_budget, prepare_turn
-from serve_llm.server.prompt.context import Context, parse_openai_body
+from serve_llm.server.prompt.context import JobContext, parse_openai_body
 from serve_llm.server.prompt.decisions import prepare_questions
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle
 from serve_llm.server.prompt.items import translate_items
-from serve_llm.server.prompt.job_results import Generate, TokenCount
+from serve_llm.server.prompt.job_results import TokenCount, ValidGenerateRequest
 from serve_llm.server.prompt.messages import read_text
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pooling_jobs import classify, embed, embed_cohere, pool, rerank, score
@@ -30,7 +30,7 @@ from serve_llm.server.prompt.response_jobs import (
     stored_input_tokens,
     stored_responses,
 )
-from serve_llm.server.prompt.text_jobs import Text, detokenize, find_route, tokenize
+from serve_llm.server.prompt.text_jobs import DetokenizeResult, detokenize, find_route, tokenize
 from serve_llm.server.prompt.validate import Echo, TextRequest, check_text, check_volume, prepare
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.chat import ChatRequest
@@ -47,7 +47,7 @@ from serve_llm.server.structured_output.turn_form import decode_source
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions
 
 
-def chat(content: bytes, context: Context) -> Generate:
+def chat(content: bytes, context: JobContext) -> ValidGenerateRequest:
     body, ignored = parse_openai_body(ChatRequest, content, context)
     context.model.check_name(body.model)
     body.check(context.limits)
@@ -62,7 +62,7 @@ def chat(content: bytes, context: Context) -> Generate:
     return generate
 
 
-def messages(content: bytes, context: Context) -> Generate:
+def messages(content: bytes, context: JobContext) -> ValidGenerateRequest:
     body, ignored = parse_lenient_body(MessagesRequest, content, context.limits)
     model = context.model.check_name(body.model)
     body.check(context.limits)
@@ -75,7 +75,7 @@ def messages(content: bytes, context: Context) -> Generate:
         _, request = prepare_turn(replace(turn, default_max_tokens=body.max_tokens), context)
     except ContextTooLong as error:
         raise reword_long_prompt(error) from None
-    return Generate(
+    return ValidGenerateRequest(
         request=request,
         model=model,
         stream=bool(body.stream),
@@ -86,14 +86,14 @@ def messages(content: bytes, context: Context) -> Generate:
     )
 
 
-def count_tokens(content: bytes, context: Context) -> TokenCount:
+def count_tokens(content: bytes, context: JobContext) -> TokenCount:
     body, ignored = parse_lenient_body(CountTokensRequest, content, context.limits)
     context.model.check_name(body.model)
     turn, skipped = body.to_turn(SamplingParams(), context.limits)
     return TokenCount(count_prompt_tokens(turn, context), join_ignored(ignored, skipped))
 
 
-def completion(content: bytes, context: Context) -> Generate:
+def completion(content: bytes, context: JobContext) -> ValidGenerateRequest:
     body, ignored = parse_openai_body(CompletionRequest, content, context)
     model = context.model
     facts = context.facts
@@ -144,14 +144,14 @@ def completion(content: bytes, context: Context) -> Generate:
     return _generate(request, body, model, ignored)
 
 
-def decide(content: bytes, context: Context) -> Generate:
+def decide(content: bytes, context: JobContext) -> ValidGenerateRequest:
     body, ignored = parse_lenient_body(DecisionRequest, content, context.limits)
     name = context.model.check_name(body.model)
     questions = body.to_questions(context.limits)
     messages, skipped = translate_items(None, body.input)
     if not messages:
         raise InvalidRequest("input must not be empty", "input")
-    return Generate(
+    return ValidGenerateRequest(
         request=prepare_questions(messages, questions, context),
         model=name,
         ignored_fields=join_ignored(ignored, skipped),
@@ -159,7 +159,7 @@ def decide(content: bytes, context: Context) -> Generate:
     )
 
 
-def infill(content: bytes, context: Context) -> Generate:
+def infill(content: bytes, context: JobContext) -> ValidGenerateRequest:
     body, ignored = parse_lenient_body(InfillRequest, content, context.limits)
     model = context.model
     name = model.check_name(body.model)
@@ -179,7 +179,7 @@ def infill(content: bytes, context: Context) -> Generate:
         param = "n_predict" if error.param == "max_tokens" else error.param
         raise ContextTooLong(error.message.replace("max_tokens", "n_predict"), param) from None
     check_volume(request, context.limits, "input_prefix")
-    return Generate(
+    return ValidGenerateRequest(
         request=request,
         model=name,
         stream=bool(body.stream),
@@ -187,20 +187,20 @@ def infill(content: bytes, context: Context) -> Generate:
     )
 
 
-def _find_fill_in_middle(context: Context, param: str) -> FillInMiddle:
+def _find_fill_in_middle(context: JobContext, param: str) -> FillInMiddle:
     """Raises Unsupported."""
     if context.model.fill_in_middle is None:
         raise Unsupported(f"{param} is not supported: this model has no tokens to fill in the middle", param)
     return context.model.fill_in_middle
 
 
-def _add_end_ids(params: SamplingParams, fill_in_middle: FillInMiddle, context: Context) -> SamplingParams:
+def _add_end_ids(params: SamplingParams, fill_in_middle: FillInMiddle, context: JobContext) -> SamplingParams:
     """Add the ids that end such a text to the parameters."""
     end_ids = [end_id for end_id in fill_in_middle.end_ids if end_id < context.facts.vocab_size]
     return msgspec.structs.replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *end_ids])
 
 
-def grammar(content: bytes, context: Context) -> Grammar:
+def grammar(content: bytes, context: JobContext) -> Grammar:
     """content: from `encode_source`. An InvalidRequest is part of the result."""
     assert context.grammars is not None
     try:
@@ -209,14 +209,14 @@ def grammar(content: bytes, context: Context) -> Grammar:
         return Grammar(error=error.message, param=error.param)
 
 
-def warm(content: bytes, context: Context) -> Text:
+def warm(content: bytes, context: JobContext) -> DetokenizeResult:
     """Load what is needed to compile grammars."""
     assert context.grammars is not None
     context.grammars.load_tokenizer()
-    return Text("")
+    return DetokenizeResult("")
 
 
-JOBS: dict[str, Callable[[bytes, Context], msgspec.Struct]] = {
+JOBS: dict[str, Callable[[bytes, JobContext], msgspec.Struct]] = {
     job.__name__: job
     for job in (
         chat,
@@ -249,9 +249,9 @@ JOBS: dict[str, Callable[[bytes, Context], msgspec.Struct]] = {
 
 def _generate(
     request: TextRequest, body: SamplingBody, model: ServedModel, ignored_fields: list[str], opening_text: str = ""
-) -> Generate:
+) -> ValidGenerateRequest:
     options = body.stream_options
-    return Generate(
+    return ValidGenerateRequest(
         request=request,
         model=model.check_name(body.model),
         stream=bool(body.stream),

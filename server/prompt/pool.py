@@ -27,7 +27,7 @@ from serve_llm.common.options.schema import Options
 from serve_llm.common.types import Adapter, ModelInfo
 from serve_llm.server.http import errors
 from serve_llm.server.http.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from serve_llm.server.prompt.context import Context, GrammarNeeded, NeedsWorker
+from serve_llm.server.prompt.context import GrammarNeeded, JobContext, NeedsWorker
 from serve_llm.server.prompt.jobs import JOBS
 from serve_llm.server.structured_output.compiler import (
     CompilerHost,
@@ -116,7 +116,7 @@ JobReply = JobDone | JobRefused | JobFailed
 WorkerMessage = JobReply | GrammarLookup | GrammarBegun | GrammarCompiled | TokenizerLoading
 
 
-def build_grammar_compiler(context: Context, host: CompilerHost | None = None) -> GrammarCompiler:
+def build_grammar_compiler(context: JobContext, host: CompilerHost | None = None) -> GrammarCompiler:
     model = context.model
     return GrammarCompiler(
         model.tokenizer.rust.to_str,
@@ -131,7 +131,7 @@ def build_grammar_compiler(context: Context, host: CompilerHost | None = None) -
 class PromptPool:
     """Create it when the engine is ready; `close` it at the end."""
 
-    def __init__(self, context: Context, options: Options) -> None:
+    def __init__(self, context: JobContext, options: Options) -> None:
         compiler = build_grammar_compiler(context)
         self._context = context._replace(grammars=compiler)
         self.grammars = compiler.cache  # what workers compiled

@@ -11,7 +11,7 @@ import msgspec
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import render_turn
-from serve_llm.server.prompt.context import Context, parse_openai_body
+from serve_llm.server.prompt.context import JobContext, parse_openai_body
 from serve_llm.server.prompt.reranker_prompt import encode_reranker_prompts
 from serve_llm.server.prompt.tokenizer import Encoded, Side
 from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare_pooling, read_field
@@ -39,7 +39,7 @@ SERVED = {
 }
 
 
-class Pool(msgspec.Struct, kw_only=True):
+class ValidPoolingRequest(msgspec.Struct, kw_only=True):
     """A valid request for vectors, and how to build the reply from them."""
 
     request: TextRequest
@@ -57,13 +57,13 @@ class Pool(msgspec.Struct, kw_only=True):
     ignored_fields: list[str] = []  # parts of the body without effect
 
 
-def embed(content: bytes, context: Context) -> Pool:
+def embed(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(EmbeddingRequest, content, context)
     _check_task(context, "embed")
     return _build_vectors(body, context, ignored)
 
 
-def embed_cohere(content: bytes, context: Context) -> Pool:
+def embed_cohere(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = parse_lenient_body(CohereEmbedRequest, content, context.limits)
     _check_task(context, "embed")
     name = context.model.check_name(body.model)
@@ -72,7 +72,7 @@ def embed_cohere(content: bytes, context: Context) -> Pool:
     options.check(context.limits)
     _check_dimensions(body.output_dimension, context, "output_dimension")
     encoded = _Texts(options, context).encode_all(named)
-    return Pool(
+    return ValidPoolingRequest(
         request=_prepare(encoded, options, context, [place for place, _ in named]),
         model=name,
         dimensions=body.output_dimension,
@@ -82,7 +82,7 @@ def embed_cohere(content: bytes, context: Context) -> Pool:
     )
 
 
-def pool(content: bytes, context: Context) -> Pool:
+def pool(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(PoolingRequest, content, context)
     task = context.facts.pooling_task
     if task == "none":
@@ -96,12 +96,12 @@ def pool(content: bytes, context: Context) -> Pool:
     return _build_vectors(body, context, ignored)
 
 
-def classify(content: bytes, context: Context) -> Pool:
+def classify(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(ClassificationRequest, content, context)
     _check_task(context, "classify")
     body.check(context.limits)
     name = context.model.check_name(body.model)
-    return Pool(
+    return ValidPoolingRequest(
         request=_prepare_inputs(body, context),
         model=name,
         activate=body.use_activation is not False,
@@ -110,13 +110,13 @@ def classify(content: bytes, context: Context) -> Pool:
     )
 
 
-def score(content: bytes, context: Context) -> Pool:
+def score(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(ScoreRequest, content, context)
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
     encoded = _encode_scores(body, context)
-    return Pool(
+    return ValidPoolingRequest(
         request=_prepare(encoded.prompts, body, context, encoded.places),
         model=name,
         pairs=encoded.pairs,
@@ -126,13 +126,13 @@ def score(content: bytes, context: Context) -> Pool:
     )
 
 
-def rerank(content: bytes, context: Context) -> Pool:
+def rerank(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(RerankRequest, content, context)
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
     encoded = _encode_scores(body, context)
-    return Pool(
+    return ValidPoolingRequest(
         request=_prepare(encoded.prompts, body, context, encoded.places),
         model=name,
         pairs=encoded.pairs,
@@ -147,10 +147,10 @@ def rerank(content: bytes, context: Context) -> Pool:
 class _EncodedPairs(NamedTuple):
     prompts: list[Encoded]
     places: list[str]  # one per prompt, for errors
-    pairs: list[tuple[int, int]]  # like `Pool.pairs`
+    pairs: list[tuple[int, int]]  # like `ValidPoolingRequest.pairs`
 
 
-def _encode_scores(body: ScoreRequest | RerankRequest, context: Context) -> _EncodedPairs:
+def _encode_scores(body: ScoreRequest | RerankRequest, context: JobContext) -> _EncodedPairs:
     """Raises InvalidRequest, ContextTooLong."""
     given = body.pairs(context.limits)
     texts = _Texts(body, context)
@@ -171,7 +171,7 @@ def _encode_scores(body: ScoreRequest | RerankRequest, context: Context) -> _Enc
     )
 
 
-def _parse(kind: type[PooledBody], content: bytes, context: Context) -> tuple[PooledBody, list[str]]:
+def _parse(kind: type[PooledBody], content: bytes, context: JobContext) -> tuple[PooledBody, list[str]]:
     """Return the body, and the names of its fields without effect. Raises InvalidRequest, TooLarge."""
     body, ignored = parse_openai_body(kind, content, context)
     return body, ignored + body.ineffective_fields
@@ -180,7 +180,7 @@ def _parse(kind: type[PooledBody], content: bytes, context: Context) -> tuple[Po
 class _Texts:
     """Encodes the texts of one request. Raises InvalidRequest, ContextTooLong."""
 
-    def __init__(self, body: PoolingBody, context: Context) -> None:
+    def __init__(self, body: PoolingBody, context: JobContext) -> None:
         self._context = context
         self._side: Side = body.cut_side
         is_rendered = isinstance(body, InputBody) and body.messages is not None
@@ -253,12 +253,12 @@ class _Texts:
         return ids[: self._max_tokens] if self._side == "right" else ids[-self._max_tokens :]
 
 
-def _check_task(context: Context, task: str) -> None:
+def _check_task(context: JobContext, task: str) -> None:
     if context.facts.pooling_task != task:
         raise Unsupported(SERVED[context.facts.pooling_task])
 
 
-def _check_scores(context: Context) -> None:
+def _check_scores(context: JobContext) -> None:
     facts = context.facts
     if facts.pooling_task in ("none", "token_classify"):
         raise Unsupported(SERVED[facts.pooling_task])
@@ -269,7 +269,9 @@ def _check_scores(context: Context) -> None:
         )
 
 
-def _build_vectors(body: EmbeddingRequest | PoolingRequest, context: Context, ignored: list[str]) -> Pool:
+def _build_vectors(
+    body: EmbeddingRequest | PoolingRequest, context: JobContext, ignored: list[str]
+) -> ValidPoolingRequest:
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
@@ -280,7 +282,7 @@ def _build_vectors(body: EmbeddingRequest | PoolingRequest, context: Context, ig
     return _build_pool(body, name, request, ignored, is_scaled=is_scaled)
 
 
-def _build_token_vectors(body: PoolingRequest, context: Context, ignored: list[str]) -> Pool:
+def _build_token_vectors(body: PoolingRequest, context: JobContext, ignored: list[str]) -> ValidPoolingRequest:
     size = context.facts.token_vector_size
     body.check(context.limits)
     name = context.model.check_name(body.model)
@@ -310,8 +312,8 @@ def _build_pool(
     is_scaled: bool = False,
     activate: bool = False,
     token_vector_size: int = 0,
-) -> Pool:
-    return Pool(
+) -> ValidPoolingRequest:
+    return ValidPoolingRequest(
         request=request,
         model=model,
         is_scaled=is_scaled,
@@ -324,7 +326,7 @@ def _build_pool(
     )
 
 
-def _check_dimensions(dimensions: int | None, context: Context, param: str = "dimensions") -> None:
+def _check_dimensions(dimensions: int | None, context: JobContext, param: str = "dimensions") -> None:
     size = context.facts.vector_size
     if dimensions is None or dimensions == size:
         return
@@ -338,7 +340,7 @@ def _check_dimensions(dimensions: int | None, context: Context, param: str = "di
         raise InvalidRequest(f"{param} must be at most {size}, not {dimensions}", param)
 
 
-def _prepare_inputs(body: InputBody, context: Context) -> TextRequest:
+def _prepare_inputs(body: InputBody, context: JobContext) -> TextRequest:
     if body.messages is None:
         inputs = body.inputs(context.limits)
         places = ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
@@ -349,7 +351,7 @@ def _prepare_inputs(body: InputBody, context: Context) -> TextRequest:
     return _prepare(encoded, body, context, places)
 
 
-def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: Context, places: Sequence[str]) -> TextRequest:
+def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: JobContext, places: Sequence[str]) -> TextRequest:
     """places: of each prompt, for errors."""
     starts = [start for _, start in encoded]
     request = prepare_pooling(

@@ -8,9 +8,9 @@ import msgspec
 from pydantic_core import from_json
 
 from serve_llm.server.prompt.chat_turn import count_prompt_tokens, prepare_turn
-from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.items import describe_items, drop_compacted, keep_messages, read_kind
-from serve_llm.server.prompt.job_results import Generate, TokenCount
+from serve_llm.server.prompt.job_results import TokenCount, ValidGenerateRequest
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.common import parse_lenient_body
 from serve_llm.server.schema.responses import INCLUDED_REASONING, CompactRequest, InputTokensRequest, ResponsesRequest
@@ -33,17 +33,17 @@ class StoredContext(msgspec.Struct):
     items: dict[str, bytes]  # items that the body refers to, by id
 
 
-def responses(content: bytes, context: Context) -> Generate:
+def responses(content: bytes, context: JobContext) -> ValidGenerateRequest:
     return _prepare_response(content, context, None)
 
 
-def stored_responses(content: bytes, context: Context) -> Generate:
+def stored_responses(content: bytes, context: JobContext) -> ValidGenerateRequest:
     """content: a StoredContext in msgpack."""
     stored = msgspec.msgpack.decode(content, type=StoredContext)
     return _prepare_response(stored.body, context, stored)
 
 
-def _prepare_response(content: bytes, context: Context, stored: StoredContext | None) -> Generate:
+def _prepare_response(content: bytes, context: JobContext, stored: StoredContext | None) -> ValidGenerateRequest:
     """stored: None without a store."""
     body, ignored = parse_lenient_body(ResponsesRequest, content, context.limits)
     model = context.model.check_name(body.model)
@@ -53,7 +53,7 @@ def _prepare_response(content: bytes, context: Context, stored: StoredContext | 
     turn, skipped = body.to_turn(params, context.limits, history)
     is_stored = stored is not None and body.store is not False
     _, request = prepare_turn(turn, context)
-    return Generate(
+    return ValidGenerateRequest(
         request=request,
         model=model,
         stream=bool(body.stream),
@@ -69,17 +69,17 @@ def _prepare_response(content: bytes, context: Context, stored: StoredContext | 
     )
 
 
-def input_tokens(content: bytes, context: Context) -> TokenCount:
+def input_tokens(content: bytes, context: JobContext) -> TokenCount:
     return _count_input(content, context, None)
 
 
-def stored_input_tokens(content: bytes, context: Context) -> TokenCount:
+def stored_input_tokens(content: bytes, context: JobContext) -> TokenCount:
     """content: a StoredContext in msgpack."""
     stored = msgspec.msgpack.decode(content, type=StoredContext)
     return _count_input(stored.body, context, stored)
 
 
-def _count_input(content: bytes, context: Context, stored: StoredContext | None) -> TokenCount:
+def _count_input(content: bytes, context: JobContext, stored: StoredContext | None) -> TokenCount:
     """stored: None without a store."""
     body, ignored = parse_lenient_body(InputTokensRequest, content, context.limits)
     context.model.check_name(body.model)
@@ -88,24 +88,24 @@ def _count_input(content: bytes, context: Context, stored: StoredContext | None)
     return TokenCount(count_prompt_tokens(turn, context), join_ignored(ignored, skipped))
 
 
-def compact(content: bytes, context: Context) -> Generate:
+def compact(content: bytes, context: JobContext) -> ValidGenerateRequest:
     return _prepare_compaction(content, context, None)
 
 
-def stored_compact(content: bytes, context: Context) -> Generate:
+def stored_compact(content: bytes, context: JobContext) -> ValidGenerateRequest:
     """content: a StoredContext in msgpack."""
     stored = msgspec.msgpack.decode(content, type=StoredContext)
     return _prepare_compaction(stored.body, context, stored)
 
 
-def _prepare_compaction(content: bytes, context: Context, stored: StoredContext | None) -> Generate:
+def _prepare_compaction(content: bytes, context: JobContext, stored: StoredContext | None) -> ValidGenerateRequest:
     """stored: None without a store."""
     body, ignored = parse_lenient_body(CompactRequest, content, context.limits)
     model = context.model.check_name(body.model)
     history = None if stored is None else _resolve(body, stored)
     turn, skipped = body.to_turn(body.build_params(context.model.defaults), context.limits, history)
     _, request = prepare_turn(turn, context)
-    return Generate(
+    return ValidGenerateRequest(
         request=request,
         model=model,
         ignored_fields=join_ignored(ignored, skipped),
@@ -123,7 +123,7 @@ class _ReferenceFields(msgspec.Struct):
     input: str | list[_ItemHead] | None = None
 
 
-def response_references(content: bytes, context: Context) -> References:
+def response_references(content: bytes, context: JobContext) -> References:
     """Returns nothing for an invalid body; the job that follows reports the error."""
     try:
         fields = msgspec.json.decode(content, type=_ReferenceFields)

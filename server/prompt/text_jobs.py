@@ -6,18 +6,18 @@ import msgspec
 
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.chat_turn import render_turn
-from serve_llm.server.prompt.context import Context, parse_openai_body
+from serve_llm.server.prompt.context import JobContext, parse_openai_body
 from serve_llm.server.schema.common import read_fields
 from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 
 
-class Tokens(msgspec.Struct):
+class TokenizeResult(msgspec.Struct):
     ids: list[int]
     names: list[str] | None = None  # one per id, as in the vocabulary
     ignored_fields: list[str] = []
 
 
-class Text(msgspec.Struct):
+class DetokenizeResult(msgspec.Struct):
     text: str
     ignored_fields: list[str] = []
 
@@ -26,7 +26,7 @@ class RouteName(msgspec.Struct):
     name: str
 
 
-def tokenize(content: bytes, context: Context) -> Tokens:
+def tokenize(content: bytes, context: JobContext) -> TokenizeResult:
     body, ignored = parse_openai_body(TokenizeRequest, content, context)
     context.model.check_name(body.model)
     body.check()
@@ -39,19 +39,19 @@ def tokenize(content: bytes, context: Context) -> Tokens:
         add_special_tokens = body.add_special_tokens is not False
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     names = [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
-    return Tokens(ids, names, ignored)
+    return TokenizeResult(ids, names, ignored)
 
 
-def detokenize(content: bytes, context: Context) -> Text:
+def detokenize(content: bytes, context: JobContext) -> DetokenizeResult:
     body, ignored = parse_openai_body(DetokenizeRequest, content, context)
     context.model.check_name(body.model)
     vocab_size = context.facts.vocab_size
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
         raise InvalidRequest(f"tokens must be ids from 0 to {vocab_size - 1}", "tokens")
-    return Text(context.model.tokenizer.decode(body.tokens, skip_special_tokens=False), ignored)
+    return DetokenizeResult(context.model.tokenizer.decode(body.tokens, skip_special_tokens=False), ignored)
 
 
-def find_route(content: bytes, context: Context) -> RouteName:
+def find_route(content: bytes, context: JobContext) -> RouteName:
     """Find the kind of a request to /invocations by its fields."""
     fields = {name for name, value in read_fields(content, context.limits).items() if value is not None}
     if "messages" in fields and context.facts.generates:

@@ -55,7 +55,7 @@ class TextRequest(msgspec.Struct, kw_only=True):
     adapter: Adapter | None = None  # set when the request is submitted
     pooling: bool = False  # the result is a vector of each prompt
     pools_tokens: bool = False  # with `pooling`: the result is a vector of each token
-    second_text_starts: list[int | None] | None = None  # one per prompt; see `Request.second_text_start`
+    second_text_starts: list[int | None] | None = None  # one per prompt; see `EngineCoreRequest.second_text_start`
 
 
 def check_text(

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import msgspec
 
 from serve_llm.server.http.errors import InvalidRequest, RequestError
-from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.jobs import JOBS
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import (
@@ -88,7 +88,7 @@ def main() -> None:
     setup = msgspec.msgpack.decode(_read(requests), type=WorkerSetup)
     options = setup.options
     limits = options.limits
-    context = Context(
+    context = JobContext(
         ServedModel.load(Path(setup.directory), options),
         setup.facts,
         limits,
@@ -110,7 +110,7 @@ def main() -> None:
         _write(replies, msgspec.msgpack.encode(reply))
 
 
-def _run(job: Job, context: Context) -> JobReply:
+def _run(job: Job, context: JobContext) -> JobReply:
     try:
         return JobDone(msgspec.msgpack.encode(JOBS[job.kind](job.content, context)))
     except RequestError as error:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from serve_llm.server.prompt.pooling_jobs import Pool
+from serve_llm.server.prompt.pooling_jobs import ValidPoolingRequest
 from serve_llm.server.prompt.vector_settings import Activation, VectorSettings
 from serve_llm.server.response.builder import ResponseMeta
 
 Vector = Sequence[float]
-BuildBody = Callable[[Pool, Sequence[bytes], ResponseMeta, VectorSettings], Iterator[bytes]]
+BuildBody = Callable[[ValidPoolingRequest, Sequence[bytes], ResponseMeta, VectorSettings], Iterator[bytes]]
 
 
 def build_embeddings(
-    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
     entries = (
         {"object": "embedding", "index": index, "embedding": _encode_vector(vector, pool)}
@@ -29,7 +29,7 @@ def build_embeddings(
 
 
 def build_cohere_embeddings(
-    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
     billed = {"input_tokens": _count_usage(pool)["prompt_tokens"]}
     head = {
@@ -48,7 +48,9 @@ def build_cohere_embeddings(
     yield b"}}"
 
 
-def build_pooled(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
+def build_pooled(
+    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+) -> Iterator[bytes]:
     if pool.token_vector_size:
         return _list_token_vectors(vectors, pool, meta, settings.activation)
     if pool.activate:
@@ -61,7 +63,7 @@ def build_pooled(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, setti
 
 
 def build_classes(
-    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
     def build_entry(index: int, vector: bytes) -> dict[str, object]:
         probabilities = compute_probabilities(vector, settings.activation if pool.activate else "none")
@@ -72,7 +74,9 @@ def build_classes(
     return _list_entries(entries, pool, meta)
 
 
-def build_scores(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
+def build_scores(
+    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+) -> Iterator[bytes]:
     entries = (
         {"object": "score", "index": index, "score": score}
         for index, score in enumerate(compute_scores(pool, vectors, settings))
@@ -81,7 +85,7 @@ def build_scores(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, setti
 
 
 def build_ranking(
-    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
     scores = compute_scores(pool, vectors, settings)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -94,7 +98,7 @@ def build_ranking(
     yield msgspec.json.encode({"id": meta.id, "model": meta.model, "usage": _count_usage(pool), "results": results})
 
 
-def compute_scores(pool: Pool, vectors: Sequence[bytes], settings: VectorSettings) -> list[float]:
+def compute_scores(pool: ValidPoolingRequest, vectors: Sequence[bytes], settings: VectorSettings) -> list[float]:
     """Return one score per pair of texts: the cosine of two embeddings, or a cross-encoder's output."""
     if pool.pairs:
         read = [read_vector(vector) for vector in vectors]
@@ -164,13 +168,13 @@ _FORMS: dict[str, Callable[[array[float]], object]] = {
 }
 
 
-def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:
+def _encode_vector(vector: bytes, pool: ValidPoolingRequest) -> str | list[float]:
     numbers = cut_vector(vector, pool.dimensions, is_scaled=pool.is_scaled)
     return _encode_base64(numbers) if pool.base64 else numbers.tolist()
 
 
 def _list_token_vectors(
-    vectors: Sequence[bytes], pool: Pool, meta: ResponseMeta, activation: Activation
+    vectors: Sequence[bytes], pool: ValidPoolingRequest, meta: ResponseMeta, activation: Activation
 ) -> Iterator[bytes]:
     """vectors: of all tokens of each text."""
     yield _begin_list(pool, meta)
@@ -207,18 +211,20 @@ def _encode_rows_as_base64(rows: Iterable[array[float]]) -> Iterator[bytes]:
     yield base64.b64encode(rest) + b'"'
 
 
-def _begin_list(pool: Pool, meta: ResponseMeta) -> bytes:
+def _begin_list(pool: ValidPoolingRequest, meta: ResponseMeta) -> bytes:
     head = {"id": meta.id, "object": "list", "created": meta.created, "model": meta.model, "usage": _count_usage(pool)}
     return msgspec.json.encode(head)[:-1] + b',"data":['
 
 
-def _list_entries(entries: Iterable[Mapping[str, object]], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:
+def _list_entries(
+    entries: Iterable[Mapping[str, object]], pool: ValidPoolingRequest, meta: ResponseMeta
+) -> Iterator[bytes]:
     yield _begin_list(pool, meta)
     for index, entry in enumerate(entries):
         yield (b"," if index else b"") + msgspec.json.encode(entry)
     yield b"]}"
 
 
-def _count_usage(pool: Pool) -> dict[str, int]:
+def _count_usage(pool: ValidPoolingRequest) -> dict[str, int]:
     num_tokens = sum(map(len, pool.request.prompts))
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

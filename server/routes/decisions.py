@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_llm.server.prompt.decisions import Question
-from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.decisions import DecisionBuilder
@@ -31,9 +31,9 @@ def create_router(state: AppState) -> APIRouter:
     return router
 
 
-def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> DecisionBuilder:
+def _create_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> DecisionBuilder:
     return DecisionBuilder(meta, msgspec.convert(parsed.echo["questions"], list[Question]))
 
 
-def _create_encoder(builder: DecisionBuilder, parsed: Generate) -> EventEncoder:
+def _create_encoder(builder: DecisionBuilder, parsed: ValidGenerateRequest) -> EventEncoder:
     raise AssertionError("decisions are not streamed")

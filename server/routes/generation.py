@@ -15,7 +15,7 @@ from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.generate.generation import Generation
 from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
 from serve_llm.server.http.errors import RequestError
-from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseMeta
 from serve_llm.server.response.sse import SSEEncoder
@@ -67,12 +67,12 @@ Builder = TypeVar("Builder", bound=BodyBuilder)
 @dataclass(frozen=True)
 class TextEndpoint(Generic[Builder]):
     """The differences between the routes that generate text. job: one of `server.prompt.jobs.JOBS` that returns
-    `Generate`."""
+    `ValidGenerateRequest`."""
 
     job: str
     id_prefix: str
-    create_builder: Callable[[Tokenizer, Generate, ResponseMeta], Builder]
-    create_encoder: Callable[[Builder, Generate], EventEncoder]
+    create_builder: Callable[[Tokenizer, ValidGenerateRequest, ResponseMeta], Builder]
+    create_encoder: Callable[[Builder, ValidGenerateRequest], EventEncoder]
 
 
 def create_router(state: AppState) -> APIRouter:
@@ -103,7 +103,9 @@ def chat(state: AppState, request: Request) -> Response:
     return GenerationResponse(state, request, endpoint)
 
 
-def _create_completion_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> ResponseBuilder:
+def _create_completion_builder(
+    tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta
+) -> ResponseBuilder:
     return CompletionBuilder(
         tokenizer,
         parsed.request,
@@ -114,7 +116,7 @@ def _create_completion_builder(tokenizer: Tokenizer, parsed: Generate, meta: Res
     )
 
 
-def _create_chat_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> ResponseBuilder:
+def _create_chat_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> ResponseBuilder:
     return ChatBuilder(
         tokenizer,
         parsed.request,
@@ -127,15 +129,15 @@ def _create_chat_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseM
     )
 
 
-def _create_encoder(builder: ResponseBuilder, parsed: Generate) -> SSEEncoder:
+def _create_encoder(builder: ResponseBuilder, parsed: ValidGenerateRequest) -> SSEEncoder:
     return SSEEncoder(builder, parsed.include_usage, parsed.continuous_usage)
 
 
 @dataclass(frozen=True)
-class Prepared(Generic[Builder]):
+class PreparedRequest(Generic[Builder]):
     """A parsed request and its builders. The generation has not been entered."""
 
-    parsed: Generate
+    parsed: ValidGenerateRequest
     generation: Generation
     builder: Builder
     headers: Headers
@@ -177,13 +179,13 @@ class GenerationResponse(Response, Generic[Builder]):
         generation = state.open(parsed.request, caller)
         if trace is not None:
             trace.follow(generation, meta, is_stream=parsed.stream)
-        await self.respond(receive, send, Prepared(parsed, generation, builder, headers))
+        await self.respond(receive, send, PreparedRequest(parsed, generation, builder, headers))
 
-    async def parse(self, deadline: float | None) -> Generate:
+    async def parse(self, deadline: float | None) -> ValidGenerateRequest:
         """Parse the body. Raises RequestError."""
-        return await self._state.run_prompt_job(self._request, self._endpoint.job, Generate, deadline)
+        return await self._state.run_prompt_job(self._request, self._endpoint.job, ValidGenerateRequest, deadline)
 
-    async def respond(self, receive: Receive, send: Send, prepared: Prepared[Builder]) -> None:
+    async def respond(self, receive: Receive, send: Send, prepared: PreparedRequest[Builder]) -> None:
         """Raises RequestError."""
         generation = prepared.generation
         with generation:  # admits and submits it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.infill import InfillBuilder, InfillEncoder
@@ -29,9 +29,9 @@ def create_router(state: AppState) -> APIRouter:
     return router
 
 
-def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> InfillBuilder:
+def _create_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> InfillBuilder:
     return InfillBuilder(meta)
 
 
-def _create_encoder(builder: InfillBuilder, parsed: Generate) -> InfillEncoder:
+def _create_encoder(builder: InfillBuilder, parsed: ValidGenerateRequest) -> InfillEncoder:
     return InfillEncoder(builder)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from serve_llm.server.prompt.job_results import Generate, TokenCount
+from serve_llm.server.prompt.job_results import TokenCount, ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.messages import MessageBuilder, MessageEncoder
@@ -43,9 +43,9 @@ def create_router(state: AppState) -> APIRouter:
     return router
 
 
-def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> MessageBuilder:
+def _create_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> MessageBuilder:
     return MessageBuilder(meta, omits_thinking=parsed.omits_thinking)
 
 
-def _create_encoder(builder: MessageBuilder, parsed: Generate) -> MessageEncoder:
+def _create_encoder(builder: MessageBuilder, parsed: ValidGenerateRequest) -> MessageEncoder:
     return MessageEncoder(builder)

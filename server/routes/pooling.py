@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_llm.server.prompt.pooling_jobs import Pool
+from serve_llm.server.prompt.pooling_jobs import ValidPoolingRequest
 from serve_llm.server.response.vectors import (
     BuildBody,
     build_classes,
@@ -111,7 +111,7 @@ class PoolingResponse(Response):
     """Answers a request whose result is vectors."""
 
     def __init__(self, state: AppState, request: Request, job: str, id_prefix: str, build_body: BuildBody) -> None:
-        """job: one of `server.prompt.jobs.JOBS` that returns `Pool`."""
+        """job: one of `server.prompt.jobs.JOBS` that returns `ValidPoolingRequest`."""
         super().__init__()
         self._state = state
         self._request = request
@@ -129,7 +129,7 @@ class PoolingResponse(Response):
     async def _answer(self, receive: Receive, send: Send, caller: Caller, trace: RequestTrace | None) -> None:
         """Raises RequestError."""
         state = self._state
-        parsed = await state.run_prompt_job(self._request, self._job, Pool, caller.deadline)
+        parsed = await state.run_prompt_job(self._request, self._job, ValidPoolingRequest, caller.deadline)
         meta = state.build_meta(self._id_prefix, parsed.model, parsed.request_id)
         parsed.request.adapter = state.model.find_adapter(parsed.model)
         if state.request_log is not None:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from serve_llm.server.prompt.job_results import Generate, TokenCount
+from serve_llm.server.prompt.job_results import TokenCount, ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.compaction import CompactionBuilder
@@ -69,7 +69,7 @@ def create_router(state: AppState) -> APIRouter:
     return router
 
 
-def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> ResponsesBuilder:
+def _create_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> ResponsesBuilder:
     return ResponsesBuilder(
         meta,
         parsed.echo,
@@ -81,13 +81,15 @@ def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) 
     )
 
 
-def _create_compaction_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> CompactionBuilder:
+def _create_compaction_builder(
+    tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta
+) -> CompactionBuilder:
     return CompactionBuilder(meta, parsed.kept_messages)
 
 
-def _create_compaction_encoder(builder: CompactionBuilder, parsed: Generate) -> EventEncoder:
+def _create_compaction_encoder(builder: CompactionBuilder, parsed: ValidGenerateRequest) -> EventEncoder:
     raise AssertionError("summaries are not streamed")
 
 
-def _create_encoder(builder: ResponsesBuilder, parsed: Generate) -> ResponsesEncoder:
+def _create_encoder(builder: ResponsesBuilder, parsed: ValidGenerateRequest) -> ResponsesEncoder:
     return ResponsesEncoder(builder)

@@ -13,14 +13,20 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Send
 
 from serve_llm.server.http.errors import StoreError
-from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.response_jobs import References, StoredContext
 from serve_llm.server.response.builder import Json, encode_json
 from serve_llm.server.response.compaction import CompactionBuilder
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.background import BackgroundResponses, build_outcome, replace_end
-from serve_llm.server.routes.generation import SSE_HEADERS, GenerationResponse, Prepared, TextEndpoint, send_content
+from serve_llm.server.routes.generation import (
+    SSE_HEADERS,
+    GenerationResponse,
+    PreparedRequest,
+    TextEndpoint,
+    send_content,
+)
 from serve_llm.server.storage.responses import NewResponse, ResponseStore
 
 logger = logging.getLogger(__name__)
@@ -66,11 +72,13 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
         self._store = store
         self._background = background
 
-    async def parse(self, deadline: float | None) -> Generate:
+    async def parse(self, deadline: float | None) -> ValidGenerateRequest:
         job = f"stored_{self._endpoint.job}"
-        return await run_stored_job(self._state, self._store, self._request, job, Generate, self.response_id, deadline)
+        return await run_stored_job(
+            self._state, self._store, self._request, job, ValidGenerateRequest, self.response_id, deadline
+        )
 
-    async def respond(self, receive: Receive, send: Send, prepared: Prepared[ResponsesBuilder]) -> None:
+    async def respond(self, receive: Receive, send: Send, prepared: PreparedRequest[ResponsesBuilder]) -> None:
         parsed = prepared.parsed
         if parsed.stored_items is None:
             await super().respond(receive, send, prepared)
@@ -83,7 +91,7 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
             await self._respond_and_store(receive, send, prepared, new)
 
     async def _respond_and_store(
-        self, receive: Receive, send: Send, prepared: Prepared[ResponsesBuilder], new: NewResponse
+        self, receive: Receive, send: Send, prepared: PreparedRequest[ResponsesBuilder], new: NewResponse
     ) -> None:
         has_ended = False
 
@@ -107,7 +115,7 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
         if not has_ended:  # a client that has disconnected gets no message
             await self._save(prepared, new)
 
-    async def _save(self, prepared: Prepared[ResponsesBuilder], new: NewResponse) -> bool:
+    async def _save(self, prepared: PreparedRequest[ResponsesBuilder], new: NewResponse) -> bool:
         """Returns whether the response is stored."""
         builder = prepared.builder
         generation = prepared.generation
@@ -121,7 +129,7 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
             return False
 
     async def _respond_in_background(
-        self, receive: Receive, send: Send, prepared: Prepared[ResponsesBuilder], new: NewResponse
+        self, receive: Receive, send: Send, prepared: PreparedRequest[ResponsesBuilder], new: NewResponse
     ) -> None:
         is_stream = prepared.parsed.stream
         queued = encode_json(prepared.builder.describe("queued"))
@@ -143,12 +151,12 @@ class StoredCompactionResponse(GenerationResponse[CompactionBuilder]):
         super().__init__(state, request, endpoint)
         self._store = store
 
-    async def parse(self, deadline: float | None) -> Generate:
+    async def parse(self, deadline: float | None) -> ValidGenerateRequest:
         job = f"stored_{self._endpoint.job}"
-        return await run_stored_job(self._state, self._store, self._request, job, Generate, "", deadline)
+        return await run_stored_job(self._state, self._store, self._request, job, ValidGenerateRequest, "", deadline)
 
 
-def describe_unstored(prepared: Prepared[ResponsesBuilder]) -> Json:
+def describe_unstored(prepared: PreparedRequest[ResponsesBuilder]) -> Json:
     """Describe the end of the response if it could not be stored."""
     assert prepared.builder.final is not None
     return {**prepared.builder.final, "store": False}

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve_llm.server.prompt.text_jobs import Text, Tokens
+from serve_llm.server.prompt.text_jobs import DetokenizeResult, TokenizeResult
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_route
 from serve_llm.server.schema.tokenize import (
@@ -24,7 +24,7 @@ def create_router(state: AppState) -> APIRouter:
     @router.post("/tokenize", **describe_route(TokenizeRequest, TokenizeReply))
     async def tokenize(request: Request) -> Response:
         """The ids of a prompt or a conversation."""
-        tokens = await state.run_prompt_job(request, "tokenize", Tokens)
+        tokens = await state.run_prompt_job(request, "tokenize", TokenizeResult)
         content: dict[str, object] = {
             "count": len(tokens.ids),
             "max_model_len": state.dispatcher.facts.max_model_len,
@@ -36,7 +36,7 @@ def create_router(state: AppState) -> APIRouter:
     @router.post("/detokenize", **describe_route(DetokenizeRequest, DetokenizeReply))
     async def detokenize(request: Request) -> Response:
         """The text of ids, special tokens included."""
-        text = await state.run_prompt_job(request, "detokenize", Text)
+        text = await state.run_prompt_job(request, "detokenize", DetokenizeResult)
         return _json_response({"prompt": text.text}, state.describe_ignored(request, text.ignored_fields))
 
     @router.get("/tokenizer_info", **describe_route(None, TokenizerInfo))

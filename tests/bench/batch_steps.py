@@ -28,7 +28,7 @@ from bench.model import IDS, model_folder
 from bench.workloads import Workload, poisson_arrivals
 from serve_llm.cli.bench.client import TimedReply
 from serve_llm.common.hub import resolve_model
-from serve_llm.common.types import LOWEST_PRIORITY, Request, Sampling
+from serve_llm.common.types import LOWEST_PRIORITY, EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
@@ -49,9 +49,9 @@ class WorkClock:
         self._skipped += max(0.0, seconds - self())
 
 
-def make_request(number: int, prompt: list[int], output_tokens: int, priority: int = 0) -> Request:
+def make_request(number: int, prompt: list[int], output_tokens: int, priority: int = 0) -> EngineCoreRequest:
     sampling = Sampling(max_tokens=output_tokens, temperature=0.0, seed=0)
-    return Request(id=number, prompt_ids=prompt, sampling=sampling, priority=priority)
+    return EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling, priority=priority)
 
 
 class Turn:

@@ -27,7 +27,7 @@ import uvloop
 from serve_llm.common import messages
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import FinishReason, ModelInfo, Output, Request, Stats
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, ModelInfo, SchedulerStats
 from serve_llm.server.app import create_app
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.http.connection import HttpServer
@@ -57,12 +57,12 @@ class PacedEngine:
 
     def __init__(self, ids: list[int]) -> None:
         self.ready = True
-        self.stats = Stats()
+        self.stats = SchedulerStats()
         self.meter = Meter(Clock())
-        self.sinks: dict[int, Callable[[Output], None]] = {}
+        self.sinks: dict[int, Callable[[EngineCoreOutput], None]] = {}
         self._ids = ids
 
-    def submit_many(self, pairs: Iterable[tuple[Request, Callable[[Output], None]]]) -> None:
+    def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Callable[[EngineCoreOutput], None]]]) -> None:
         self.sinks |= {request.id: sink for request, sink in pairs}
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -73,12 +73,14 @@ class PacedEngine:
         reason = FinishReason.LENGTH if last else None
         token_ids = [self._ids[number % len(self._ids)]]
         return messages.encode(
-            messages.StepOutputs([Output(one, token_ids, reason) for one in self.sinks], Stats(num_steps=number))
+            messages.EngineCoreOutputs(
+                [EngineCoreOutput(one, token_ids, reason) for one in self.sinks], SchedulerStats(num_steps=number)
+            )
         )
 
     def deliver(self, message: bytes) -> None:
         step = messages.decode_from_engine(message)
-        assert isinstance(step, messages.StepOutputs)
+        assert isinstance(step, messages.EngineCoreOutputs)
         self.stats = step.stats
         self.meter.count_step(step.stats)
         for output in step.outputs:

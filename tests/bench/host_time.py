@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench.steps import Stopwatch, time_calls
 from serve_llm.common import messages
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.distributed.inprocess import InProcessExecutor
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.model.inputs import StepInputs
@@ -38,12 +38,12 @@ from serve_llm.engine.sampling import choose
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.policy import TokenBudget
-from serve_llm.engine.scheduler.sequence import GroupLayout
-from serve_llm.engine.worker import runner
-from serve_llm.engine.worker.graphs import Captured
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
+from serve_llm.engine.worker import model_runner
+from serve_llm.engine.worker.graphs import CapturedGraph
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
+from serve_llm.engine.worker.model_runner import ModelRunner
 from serve_llm.engine.worker.pending_step import PendingStep
-from serve_llm.engine.worker.runner import Runner
 from serve_llm.kernels.sampling import LogitAdjustments
 from support.config import CONFIG
 
@@ -106,12 +106,12 @@ class PlayedCapture:
 
     def __init__(self, device: torch.device) -> None: ...
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Captured:
-        return Captured(lambda: None, compute())
+    def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
+        return CapturedGraph(lambda: None, compute())
 
 
 class PlayedSampling:
-    """A fake `kernels.sampling.DeviceSampling` that returns arbitrary ids."""
+    """A fake `kernels.sampling.DeviceSamplingKernels` that returns arbitrary ids."""
 
     def __init__(self, max_num_seqs: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -130,7 +130,7 @@ class PlayedWorker:
 
     eplb_stats = None
 
-    def __init__(self, runner: Runner, watch: Stopwatch) -> None:
+    def __init__(self, runner: ModelRunner, watch: Stopwatch) -> None:
         self.runner = runner
         encoder = msgspec.msgpack.Encoder()
         steps = msgspec.msgpack.Decoder(SchedulerOutput)
@@ -158,16 +158,16 @@ def build_engine(streams: int, watch: Stopwatch) -> EngineCore:
         async_scheduling=True,
         enforce_eager=False,
     )
-    layout = CacheLayout(
-        (GroupLayout(BLOCK_SIZE, None),), block_bytes=1, num_blocks=streams * MAX_MODEL_LEN // BLOCK_SIZE
+    layout = KVCacheConfig(
+        (KVCacheSpec(BLOCK_SIZE, None),), block_bytes=1, num_blocks=streams * MAX_MODEL_LEN // BLOCK_SIZE
     )
     kernels = PlayedSampling(streams)
     vocabulary = VocabParallelLogits([range(VOCAB)], SingleRankGroup(), kernels)  # type: ignore[arg-type]
     with (
-        mock.patch.object(runner, "CudaCapture", PlayedCapture),
+        mock.patch.object(model_runner, "CudaCapture", PlayedCapture),
         mock.patch.object(choose, "choose_device_sampling", lambda device: kernels),
     ):
-        played = Runner(config, PlayedModel(streams), [], layout, vocabulary, Shard(ParallelLayout(), 0, range(1)))
+        played = ModelRunner(config, PlayedModel(streams), [], layout, vocabulary, Shard(ParallelLayout(), 0, range(1)))
     worker = PlayedWorker(played, watch)
     engine = EngineCore(config, InProcessExecutor(config, worker, layout))  # type: ignore[arg-type]
     engine._budget = TokenBudget(config.max_num_batched_tokens, None)  # as on a GPU
@@ -183,7 +183,7 @@ def submit(engine: EngineCore, streams: int, max_tokens: int, params: Mapping[st
     for number in range(streams):
         prompt = [rng.randrange(VOCAB) for _ in range(PROMPT + number % BLOCK_SIZE)]
         sampling = Sampling(max_tokens=max_tokens, seed=number, stop_token_ids=(VOCAB,), **params)  # type: ignore[arg-type]
-        requests.append(Request(id=number + 1, prompt_ids=prompt, sampling=sampling))
+        requests.append(EngineCoreRequest(id=number + 1, prompt_ids=prompt, sampling=sampling))
     engine.add_requests(requests)
 
 

@@ -26,7 +26,7 @@ import torch
 from bench.model import model_folder
 from serve_llm.common.hub import read_config, resolve_model
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import Adapter, Request, Sampling
+from serve_llm.common.types import Adapter, EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.startup import find_served_targets
 from support.adapter_files import write_adapter
@@ -43,7 +43,7 @@ WAITING = 4  # concurrent requests, fewer than slots
 NUM_ADAPTERS = {"base rows": 0, "1 adapter": 1, "4 adapters": 4, "16 adapters": 16}
 
 
-def make_requests(adapters: Sequence[Adapter], turn: int, tokens: int) -> list[Request]:
+def make_requests(adapters: Sequence[Adapter], turn: int, tokens: int) -> list[EngineCoreRequest]:
     """Return requests that use the adapters in turn."""
     generator = torch.Generator().manual_seed(turn)
     requests = []
@@ -51,11 +51,11 @@ def make_requests(adapters: Sequence[Adapter], turn: int, tokens: int) -> list[R
         ids = torch.randint(300, 4000, (PROMPT_LENGTH,), generator=generator).tolist()
         sampling = Sampling(max_tokens=tokens, seed=number, temperature=1.0)
         adapter = adapters[number % len(adapters)] if adapters else None
-        requests.append(Request(id=number, prompt_ids=ids, sampling=sampling, adapter=adapter))
+        requests.append(EngineCoreRequest(id=number, prompt_ids=ids, sampling=sampling, adapter=adapter))
     return requests
 
 
-def run_turn(engine: EngineCore, requests: Sequence[Request]) -> tuple[float, float]:
+def run_turn(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> tuple[float, float]:
     """Return wall-clock and processor seconds per token of all requests. Excludes prompts and loading."""
     engine.add_requests(requests)
     counts = dict.fromkeys((request.id for request in requests), 0)
@@ -77,7 +77,7 @@ def measure_loads(engine: EngineCore, adapters: Sequence[Adapter]) -> float:
     for number, adapter in enumerate(adapters):
         for is_loaded in (False, True):
             sampling = Sampling(max_tokens=1, seed=0)
-            engine.add_requests([Request(id=number, prompt_ids=[500], sampling=sampling, adapter=adapter)])
+            engine.add_requests([EngineCoreRequest(id=number, prompt_ids=[500], sampling=sampling, adapter=adapter)])
             began = time.perf_counter()
             while engine.has_work:
                 engine.step()
@@ -106,7 +106,7 @@ def measure_waits(engine: EngineCore, adapters: Sequence[Adapter]) -> list[float
     def ask_next() -> None:
         number, adapter = remaining.popleft()
         sampling = Sampling(max_tokens=5 + number % 7, seed=0)
-        request = Request(id=number, prompt_ids=[500 + number] * 8, sampling=sampling, adapter=adapter)
+        request = EngineCoreRequest(id=number, prompt_ids=[500 + number] * 8, sampling=sampling, adapter=adapter)
         asked[number] = time.perf_counter()
         engine.add_requests([request])
 

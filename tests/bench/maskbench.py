@@ -31,8 +31,8 @@ from serve_llm.common.grammar import build_matcher, build_tokenizer
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http.errors import InvalidRequest
-from serve_llm.server.prompt.context import Context
-from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.context import JobContext
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
 from support.fakes import facts
@@ -83,7 +83,7 @@ async def compile_schema(name: str, schema: object, pool: PromptPool, tally: Tal
     began = time.perf_counter()
     grammar = ""
     try:
-        reply = await pool.run("completion", body, Generate)
+        reply = await pool.run("completion", body, ValidGenerateRequest)
         grammar = reply.request.samplings[0].grammar
     except InvalidRequest as error:
         tally.refusals[name] = error.message
@@ -127,7 +127,7 @@ async def run_cases(paths: list[Path]) -> Tally:
     options = make_options("demo")
     directory = resolve_model("demo")
     tokenizer = build_tokenizer((directory / "tokenizer.json").read_text(), VOCAB_SIZE)
-    pool = PromptPool(Context(ServedModel.load(directory, options), facts(), options.limits), options)
+    pool = PromptPool(JobContext(ServedModel.load(directory, options), facts(), options.limits), options)
     tally = Tally()
     try:
         for path in paths:

@@ -26,11 +26,16 @@ import torch
 from serve_llm.common.curve_zmq import Endpoint
 from serve_llm.engine.distributed.messages import LOOPBACK
 from serve_llm.engine.distributed.ray.discovery import LOCAL, local_cluster_settings
-from serve_llm.engine.distributed.step_channels import RingSource, RingSteps, SocketSource, SocketSteps
-from serve_llm.engine.parallel.groups import AllToAll
+from serve_llm.engine.distributed.step_channels import (
+    ShmStepChannel,
+    ShmStepReceiver,
+    SocketStepChannel,
+    SocketStepReceiver,
+)
+from serve_llm.engine.parallel.groups import AllToAllGroup
 from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
 from serve_llm.engine.parallel.shm_group import ShmGroup, build_shm_group
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store, create_store
 from support.nodes import free_port
 
@@ -50,14 +55,14 @@ def microseconds(count: int, work: Callable[[], object]) -> list[float]:
     return found[WARM_UP:]
 
 
-def rank_main(rank: int, count: int, rings: list[Ring], python: bool, port: int) -> None:
+def rank_main(rank: int, count: int, rings: list[ShmRingBuffer], python: bool, port: int) -> None:
     """Run one rank in its own process: all-reduce like the others, then answer steps until the channel closes. port: a
     free one for the store of a network process group."""
     torch.set_num_threads(1)
     size = len(rings) // 2
     steps, answers, tensor = rings[0], rings[1 : 1 + size], rings[1 + size :]
     group = (ShmGroup if python else build_shm_group)(tensor, rank)
-    source = RingSource(steps, rank, answers[rank])
+    source = ShmStepReceiver(steps, rank, answers[rank])
     found = {}
     for shape in SHAPES:
         x = torch.randn(shape).bfloat16()
@@ -74,14 +79,14 @@ def rank_main(rank: int, count: int, rings: list[Ring], python: bool, port: int)
     answer_steps(source)
 
 
-def exchange(group: AllToAll, tokens: int) -> None:
+def exchange(group: AllToAllGroup, tokens: int) -> None:
     """Exchange what one layer costs engines that share 64 experts, with 8 experts per token, evenly spread here."""
     group.all_gather(torch.zeros(64, dtype=torch.int64))
     rows = [[tokens * 8 // group.size] * group.size] * group.size
     group.all_to_all(group.all_to_all(torch.ones(sum(rows[0]), 896, dtype=torch.bfloat16), rows), rows)
 
 
-def answer_steps(source: RingSource) -> None:
+def answer_steps(source: ShmStepReceiver) -> None:
     """Answer steps until the channel closes."""
     try:
         while True:
@@ -95,12 +100,12 @@ class RayRank:
     """One rank in a Ray actor. Answers steps only: how a rank was started makes no difference to all-reduces."""
 
     def run(self, rank: int, handles: str) -> None:
-        steps, *answers = (Ring.open(handle) for handle in msgspec.json.decode(handles, type=list[ShmHandle]))
-        answer_steps(RingSource(steps, rank, answers[rank]))
+        steps, *answers = (ShmRingBuffer.open(handle) for handle in msgspec.json.decode(handles, type=list[ShmHandle]))
+        answer_steps(ShmStepReceiver(steps, rank, answers[rank]))
 
 
-def time_steps(size: int, count: int, rings: list[Ring]) -> list[float]:
-    channel = RingSteps(rings[0], rings[1])
+def time_steps(size: int, count: int, rings: list[ShmRingBuffer]) -> list[float]:
+    channel = ShmStepChannel(rings[0], rings[1])
     others = [ring.reader(0) for ring in rings[2 : 1 + size]]
 
     def step() -> None:
@@ -130,19 +135,19 @@ def time_ray_steps(size: int, count: int) -> list[float]:
     return found
 
 
-def make_rings(size: int) -> tuple[list[Ring], str]:
+def make_rings(size: int) -> tuple[list[ShmRingBuffer], str]:
     """Create rings for steps and answers, and their handles. Every rank answers, as a real step needs all answers."""
-    rings = [Ring.create(size, RING_BYTES), *(Ring.create(1, RING_BYTES) for _ in range(size))]
+    rings = [ShmRingBuffer.create(size, RING_BYTES), *(ShmRingBuffer.create(1, RING_BYTES) for _ in range(size))]
     return rings, handles_of(rings)
 
 
-def handles_of(rings: list[Ring]) -> str:
+def handles_of(rings: list[ShmRingBuffer]) -> str:
     return msgspec.json.encode([ring.memory.handle for ring in rings]).decode()
 
 
 def remote_rank_main(rank: int, url: str) -> None:
     """Run one rank as if on another host: answer steps until it is killed."""
-    source = SocketSource(url, "secret", rank)
+    source = SocketStepReceiver(url, "secret", rank)
     while True:
         source.receive()
         source.answer(bytes(ANSWER_BYTES))
@@ -150,7 +155,7 @@ def remote_rank_main(rank: int, url: str) -> None:
 
 def time_remote_steps(size: int, count: int) -> list[float]:
     endpoint = Endpoint("127.0.0.1", "secret")
-    channel = SocketSteps(endpoint, range(size))
+    channel = SocketStepChannel(endpoint, range(size))
     command = [sys.executable, __file__, "--url", channel.url, "--rank"]
     processes = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
     channel.connect(60.0)
@@ -183,11 +188,11 @@ def main() -> None:
         return remote_rank_main(arguments.rank, arguments.url)
     if arguments.rank is not None:
         handles = msgspec.json.decode(arguments.rings, type=list[ShmHandle])
-        rings = [Ring.open(handle) for handle in handles]
+        rings = [ShmRingBuffer.open(handle) for handle in handles]
         return rank_main(arguments.rank, arguments.count, rings, arguments.python, arguments.port)
     size = arguments.ranks
     rings, _ = make_rings(size)
-    rings += [Ring.create(size - 1, RING_BYTES) for _ in range(size)]
+    rings += [ShmRingBuffer.create(size - 1, RING_BYTES) for _ in range(size)]
     handles = handles_of(rings)
     command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles]
     command += ["--port", str(free_port())]

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from bench.model import IDS, model_folder
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
@@ -28,7 +28,7 @@ BLOCK_SIZE = 16
 CACHE_SHARE = 4  # size of all conversations relative to the cache
 
 
-def first_token_seconds(engine: EngineCore, request: Request) -> tuple[float, int]:
+def first_token_seconds(engine: EngineCore, request: EngineCoreRequest) -> tuple[float, int]:
     """Return the seconds until the first token, and the number of cached prompt tokens."""
     began = time.perf_counter()
     engine.add_requests([request])
@@ -87,7 +87,7 @@ def main() -> None:
                     number += 1
                     sampling = Sampling(max_tokens=1, seed=0, temperature=0.0)
                     taken, found = first_token_seconds(
-                        engine, Request(id=number, prompt_ids=list(text), sampling=sampling)
+                        engine, EngineCoreRequest(id=number, prompt_ids=list(text), sampling=sampling)
                     )
                     write_all(engine)
                     if turn:

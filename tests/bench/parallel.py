@@ -22,7 +22,7 @@ import psutil
 
 from bench.model import SHAPE
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine import startup
 from serve_llm.engine.loop import EngineCore
 from support.resolved import resolve_all
@@ -58,7 +58,7 @@ def decode(engine: EngineCore, streams: int, tokens: int, processes: list[psutil
     """Return (output tokens per second, CPU seconds per second of each process) from the last stream's first token
     on."""
     requests = [
-        Request(
+        EngineCoreRequest(
             id=number,
             prompt_ids=[300 + number] * PROMPT_TOKENS,
             sampling=Sampling(temperature=0.0, seed=0, max_tokens=tokens),

@@ -14,7 +14,7 @@ import math
 import time
 
 from bench.frontend import PacedEngine
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.server.admission.controller import AdmissionController
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.front_ends.messages import Open, ToFrontEnd, encode
@@ -34,7 +34,7 @@ async def measure(num_front_ends: int, num_streams: int, num_steps: int) -> floa
     relays = [Relay(dispatcher, 1, send) for _ in range(num_front_ends)]
     sampling = Sampling(max_tokens=num_steps + 1, seed=1)
     for number in range(1, num_streams + 1):
-        request = Request(id=number << 40, prompt_ids=[1, 2, 3], sampling=sampling)
+        request = EngineCoreRequest(id=number << 40, prompt_ids=[1, 2, 3], sampling=sampling)
         relays[number % num_front_ends].open(Open(number, 0, 0, num_steps, None, [request]))
     least = math.inf
     for message in [engine.message(number, last=False) for number in range(num_steps)]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from bench.model import SHAPE
 from bench.workloads import WORKLOADS, Workload
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import AnyAttentionSpec, AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
 from serve_llm.kernels import bench as kernel_bench
@@ -60,7 +60,7 @@ def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool 
     stored, multiplied = sum(read for read, _ in counts), sum(used for _, used in counts)
     head = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     pairs = sum(count * (context - count) + count * (count + 1) / 2 for count, context in chunks)
-    mixers = [layer.attention for layer in spec.layers if not isinstance(layer.attention, DeltaNetSpec)]
+    mixers = [layer.attention for layer in spec.layers if not isinstance(layer.attention, GatedDeltaNetSpec)]
     cached = sum(map(_cached_numbers, mixers))  # states are small beside weights and are not counted
     scored = sum(map(_pair_operations, mixers))
     return Work(
@@ -123,7 +123,7 @@ def _ffn_numbers(ffn: MLPSpec | None, width: int) -> int:
 
 
 def _attention_numbers(attention: AnyAttentionSpec, width: int) -> int:
-    if isinstance(attention, DeltaNetSpec):
+    if isinstance(attention, GatedDeltaNetSpec):
         keys, values = attention.num_kv_heads * attention.key_dim, attention.num_heads * attention.value_dim
         return width * (2 * keys + 3 * values + 2 * attention.num_heads)
     if not isinstance(attention, MLASpec):

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from serve_llm.common.types import Output, Request, Sampling
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.server.engines.router import Router
 
 BLOCK_SIZE = 16
@@ -31,7 +31,7 @@ STEP_TOKENS = 2048
 STEP_SECONDS = 0.010
 TOKEN_SECONDS = 0.000_033
 
-Arrival = tuple[float, Request]  # virtual seconds
+Arrival = tuple[float, EngineCoreRequest]  # virtual seconds
 
 
 class Engine:
@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(
-            [GroupLayout(BLOCK_SIZE, None)],
+            [KVCacheSpec(BLOCK_SIZE, None)],
             NUM_BLOCKS,
             max_num_seqs=256,
             max_model_len=8192,
@@ -56,7 +56,7 @@ class Engine:
         self.batch = batch
         return now + STEP_SECONDS + batch.num_tokens * TOKEN_SECONDS
 
-    def end(self) -> list[Output]:
+    def end(self) -> list[EngineCoreOutput]:
         assert self.batch is not None
         results = []
         for chunk in self.batch.scheduled:
@@ -103,12 +103,12 @@ class Found:
 def simulate(arrivals: list[Arrival], num_engines: int, make: Callable[[int], Router]) -> Found:
     balancer, engines = make(num_engines), [Engine() for _ in range(num_engines)]
     arrived, order = {request.id: at for at, request in arrivals}, count()
-    events: list[tuple[float, int, Request | int]] = [(at, next(order), request) for at, request in arrivals]
+    events: list[tuple[float, int, EngineCoreRequest | int]] = [(at, next(order), request) for at, request in arrivals]
     heapq.heapify(events)
     firsts, ends, placed = [], [], [0] * num_engines
     while events:
         now, _, event = heapq.heappop(events)
-        if isinstance(event, Request):
+        if isinstance(event, EngineCoreRequest):
             index = balancer.place([event.id], event.prompt_ids)
             placed[index] += 1
             engines[index].scheduler.add(event, now)
@@ -136,7 +136,7 @@ def _requests(rng: random.Random, rate: float, prompts: Iterator[list[int]], num
     for index in range(number):
         now += rng.expovariate(rate)
         sampling = Sampling(max_tokens=rng.randrange(8, 128), seed=0)
-        found.append((now, Request(id=index, prompt_ids=next(prompts), sampling=sampling)))
+        found.append((now, EngineCoreRequest(id=index, prompt_ids=next(prompts), sampling=sampling)))
     return found
 
 

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from bench.draft_texts import FEW_IDS, TEXTS, Task
 from serve_llm.common.hub import resolve_model
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
@@ -54,7 +54,7 @@ class Turn:
         return sum(map(len, self.ids.values()))
 
 
-def run_turns(engines: Mapping[bool, EngineCore], requests: Sequence[Request]) -> dict[bool, Turn]:
+def run_turns(engines: Mapping[bool, EngineCore], requests: Sequence[EngineCoreRequest]) -> dict[bool, Turn]:
     """Run the same requests on all engines, which step alternately so that other work on the machine disturbs all
     alike. Times start after the first id."""
     turns = {is_on: Turn(0.0, 0.0, {request.id: [] for request in requests}, 0, 0, 0) for is_on in engines}
@@ -91,7 +91,7 @@ def step(engine: EngineCore, turn: Turn) -> None:
         turn.ids[output.id] += output.token_ids
 
 
-def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tokens: int) -> list[Request]:
+def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tokens: int) -> list[EngineCoreRequest]:
     """Return the requests of a turn. Each turn belongs to another tenant, so that no draft comes from an earlier turn's
     output."""
     tenant = 1000 * streams + turn
@@ -106,11 +106,11 @@ def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tok
             temperature=task.temperature,
             logit_bias=few,
         )
-        requests.append(Request(id=number, prompt_ids=ids, sampling=sampling, tenant=tenant))
+        requests.append(EngineCoreRequest(id=number, prompt_ids=ids, sampling=sampling, tenant=tenant))
     return requests
 
 
-def measure(engines: dict[bool, EngineCore], make: Sequence[Sequence[Request]]) -> dict[str, float]:
+def measure(engines: dict[bool, EngineCore], make: Sequence[Sequence[EngineCoreRequest]]) -> dict[str, float]:
     ratios = []
     seconds: dict[bool, list[float]] = {is_on: [] for is_on in engines}
     cpu_ratios = []

@@ -34,7 +34,7 @@ from bench.roofline import Limits, measure_limits, step_work
 from serve_llm.common import messages
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine import startup
 from serve_llm.engine.__main__ import ZmqChannel
 from serve_llm.engine.loop import EngineCore
@@ -209,10 +209,10 @@ class Bench:
             self._next_id += 1
             prompt = [rng.choice(IDS) % self.spec.vocab_size for _ in range(prompt_tokens)]
             sampling = Sampling(temperature=0.0, seed=0, max_tokens=max_tokens)
-            requests.append(Request(id=self._next_id, prompt_ids=prompt, sampling=sampling))
+            requests.append(EngineCoreRequest(id=self._next_id, prompt_ids=prompt, sampling=sampling))
         self._socket.send(messages.encode(messages.Submit(requests)))
 
-    def step(self, timed: bool) -> tuple[float, messages.StepOutputs]:
+    def step(self, timed: bool) -> tuple[float, messages.EngineCoreOutputs]:
         """Run one iteration of the loop. Returns its seconds and the message sent."""
         self.watch.on = timed
         began = time.perf_counter()
@@ -222,7 +222,7 @@ class Bench:
         seconds = time.perf_counter() - began
         self.watch.on = False
         step = messages.decode_from_engine(self._socket.recv())
-        assert isinstance(step, messages.StepOutputs)
+        assert isinstance(step, messages.EngineCoreOutputs)
         return seconds, step
 
     def drain(self) -> None:

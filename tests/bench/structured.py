@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.model import model_folder
 from serve_llm.common.grammar import build_matcher
 from serve_llm.common.hub import read_config, resolve_model
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.server.structured_output.compiler import GrammarCompiler
 from serve_llm.server.structured_output.params import StructuredOutputs
@@ -113,7 +113,7 @@ def build_engine(folder: Path, jump_forward: bool) -> EngineCore:
 def measure_steps(engine: EngineCore, grammar: str, seed: int, steps: int) -> list[float]:
     """Return the seconds of decode steps of STREAMS requests."""
     requests = [
-        Request(
+        EngineCoreRequest(
             id=number,
             prompt_ids=[(7 * number + place) % 1000 for place in range(64)],
             sampling=Sampling(max_tokens=steps + 8, seed=seed + number, top_p=0.9, grammar=grammar),
@@ -148,7 +148,7 @@ def compare_steps(engine: EngineCore, grammar: str, turns: int) -> tuple[float, 
 def generate_one(engine: EngineCore, grammar: str, seed: int) -> tuple[list[int], float]:
     """Return the ids of one stream, and the seconds after its first ones."""
     sampling = Sampling(max_tokens=400, seed=seed, grammar=grammar, stop_token_ids=(0,))
-    engine.add_requests([Request(id=seed, prompt_ids=[seed, *range(63)], sampling=sampling)])
+    engine.add_requests([EngineCoreRequest(id=seed, prompt_ids=[seed, *range(63)], sampling=sampling)])
     ids: list[int] = []
     began = 0.0
     while engine.has_work:

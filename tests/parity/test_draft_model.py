@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.draft_model.draft_model import DraftModel
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.scheduler.speculation import ModelSpeculator
@@ -25,7 +25,7 @@ OFF: dict[str, object] = {"speculative_config": "none", "block_size": 8}
 FEW = ["llama", "mistral"]
 
 
-def case(family: str, directory: Path, **overrides: object) -> tuple[Path, dict[str, object], list[Request]]:
+def case(family: str, directory: Path, **overrides: object) -> tuple[Path, dict[str, object], list[EngineCoreRequest]]:
     """Return the checkpoint, the options with a draft model, and requests."""
     requests = make_requests(make_checkpoint(directory / "served", family, **overrides))
     draft = make_similar(directory / "served", directory / "draft")
@@ -138,7 +138,7 @@ def test_it_saves_steps_of_greedy_and_sampled_texts(tmp_path: Path) -> None:
     make_checkpoint(directory, "llama")
     config = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 4}
     for temperature in (0.0, 1.0):
-        request = Request(
+        request = EngineCoreRequest(
             id=1, prompt_ids=[5, 17, 101], sampling=Sampling(max_tokens=61, seed=3, temperature=temperature)
         )
         engine = draft_freely(make_engine(directory, speculative_config=config))

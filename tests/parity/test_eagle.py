@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reference.eagle3 import Head
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.scheduler import speculation
 from support.drafts import check_head, find_draft_model, record_guesses
 from support.eagle import Served, build_head, train, use_speculators_format, write_head
@@ -72,7 +72,7 @@ def test_its_guesses_are_those_of_a_plain_implementation(
     prompts = [[5, 17, 101], list(range(3, 300, 4)), [7]]
     for number, prompt in enumerate(prompts):
         sampling = Sampling(max_tokens=24, seed=0, temperature=0.0)
-        generate(engine, [Request(id=number, prompt_ids=prompt, sampling=sampling)])
+        generate(engine, [EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling)])
     compared = 0
     for ids, guesses in found:
         if guesses:
@@ -210,7 +210,7 @@ def test_a_prompt_whose_start_is_cached(llama: Case, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # accept as many drafts each time
     prompt = list(range(3, 300, 3))
     requests = [
-        Request(id=number, prompt_ids=prompt, sampling=Sampling(max_tokens=12, seed=1, temperature=0.0))
+        EngineCoreRequest(id=number, prompt_ids=prompt, sampling=Sampling(max_tokens=12, seed=1, temperature=0.0))
         for number in range(3)
     ]
     engine = draft_freely(make_engine(llama.directory, **llama.on))
@@ -287,7 +287,11 @@ def test_hidden_states_take_the_models_dtype(llama: Case) -> None:
         model.take_hidden_states = record
         generate(
             engine,
-            [Request(id=1, prompt_ids=[1, 2, 3, 4, 5], sampling=Sampling(max_tokens=2, seed=0, temperature=0.0))],
+            [
+                EngineCoreRequest(
+                    id=1, prompt_ids=[1, 2, 3, 4, 5], sampling=Sampling(max_tokens=2, seed=0, temperature=0.0)
+                )
+            ],
         )
         assert seen[0] == 5 * 3 * 60 * size
         assert model._dtype == getattr(torch, dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serve_llm.common.errors import OptionError
-from serve_llm.common.types import Request
+from serve_llm.common.types import EngineCoreRequest
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.model.expert_placement import Placement, balance
 from serve_llm.engine.worker import expert_balancer
@@ -31,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def requests(numbers: range) -> list[Request]:
+def requests(numbers: range) -> list[EngineCoreRequest]:
     sampling = [{}, {"temperature": 0.9, "seed": 5}, {"prompt_logprobs": 1}, {"logprobs": 2}, {}]
     return [greedy(number, PROMPTS[number], 5, **({"logprobs": 0} | sampling[number])) for number in numbers]
 

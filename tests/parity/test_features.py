@@ -13,7 +13,7 @@ import pytest
 from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import Adapter, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest
 from serve_llm.engine.model.lora_targets import find_served_targets
 from serve_llm.engine.structured_output import state
 from support.adapters import make_adapter
@@ -61,7 +61,7 @@ def demo_adapters(root: Path) -> list[Adapter | None]:
     return [None, *(make_adapter(demo(), root / f"demo{seed}", seed=seed, scale=0.1) for seed in (1, 2))]
 
 
-def make_requests(root: Path) -> list[Request]:
+def make_requests(root: Path) -> list[EngineCoreRequest]:
     """Return a request for each pair of grammar and adapter."""
     grammars = ["", compile_grammar(json=SCHEMA, disable_any_whitespace=True), compile_grammar(grammar=CALL)]
     requests = []
@@ -75,7 +75,7 @@ def make_requests(root: Path) -> list[Request]:
     return requests
 
 
-def make_calls(first: int, count: int) -> list[Request]:
+def make_calls(first: int, count: int) -> list[EngineCoreRequest]:
     """Return requests for a call, for models with any weights and the demo model's tokenizer."""
     grammar = compile_grammar(grammar=CALL)
     return [

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from serve_llm.common.types import Adapter, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest
 from serve_llm.engine.structured_output import state
 from support.adapters import make_adapter
 from support.eagle import Served, build_head, write_head
@@ -80,7 +80,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_model(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
 
 
-def make_requests(adapter: Adapter) -> list[Request]:
+def make_requests(adapter: Adapter) -> list[EngineCoreRequest]:
     """Return requests: choices of a prompt with and without the adapter, and calls."""
     style: dict[str, object] = {"temperature": 1.0, "logprobs": 1}
     requests = [

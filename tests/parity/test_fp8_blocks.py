@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.quantization.fp8_blocks import build_matrix
-from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
+from serve_llm.kernels.cpu.linear_grouped import GroupQuantPacker
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.quantised import is_linear
@@ -89,7 +89,7 @@ def test_the_whole_model_on_any_ranks(
         results = generate(make_engine(tmp_path / "packed", **grid), wanted)
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
         with monkeypatch.context() as patch:  # the torch definition, which GPUs use
-            patch.setattr(GroupedPacker, "packs", lambda packer, weight: False)
+            patch.setattr(GroupQuantPacker, "packs", lambda packer, weight: False)
             results = generate(make_engine(tmp_path / "packed", **grid), wanted)
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
         assert [results[n].logprobs for n in results] == [expected[n].logprobs for n in expected], "to the bit"

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from torch import Tensor
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.kernels import cache_fp8, registry
 from support.engine import generate, greedy, make_engine
 from support.gpu_path import KERNELS, assert_same, graphs_of, make_gpu_engine
@@ -24,7 +24,7 @@ from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
 
 
-def load(vocab_size: int, count: int = 24) -> tuple[list[Request], list[int]]:
+def load(vocab_size: int, count: int = 24) -> tuple[list[EngineCoreRequest], list[int]]:
     """Return requests of every kind, and the steps before which they arrive."""
     rng = random.Random(3)
     kinds: list[dict[str, object]] = [
@@ -40,7 +40,7 @@ def load(vocab_size: int, count: int = 24) -> tuple[list[Request], list[int]]:
     for number in range(count):
         prompt = [rng.randrange(vocab_size) for _ in range(rng.choice((1, 3, 9, 17, 40)))]
         sampling = Sampling(**({"max_tokens": rng.choice((1, 2, 12, 30)), "seed": number} | kinds[number % len(kinds)]))
-        requests.append(Request(id=number, prompt_ids=prompt, sampling=sampling))
+        requests.append(EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling))
     return requests, [rng.randrange(30) for _ in range(count)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from serve_llm.common.errors import OptionError
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load_whole, read_spec
 from support.matrix import mostly_slow
@@ -18,7 +18,7 @@ from support.reference import reference_logprobs
 from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
 
-def random_requests(vocab_size: int) -> list[Request]:
+def random_requests(vocab_size: int) -> list[EngineCoreRequest]:
     rng = random.Random(4)
     return [
         greedy(number, [rng.randrange(vocab_size) for _ in range(length)], 6, logprobs=0)
@@ -61,7 +61,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, tmp_path: Path) ->
     vocab_size = make_checkpoint(tmp_path, "qwen3_moe", dtype=dtype, **SIZES["qwen3_moe"])
     rng = random.Random(8)
     sampling = Sampling(max_tokens=9, seed=5, temperature=1.0, logprobs=2)
-    wanted = Request(id=0, prompt_ids=[rng.randrange(vocab_size) for _ in range(19)], sampling=sampling)
+    wanted = EngineCoreRequest(id=0, prompt_ids=[rng.randrange(vocab_size) for _ in range(19)], sampling=sampling)
     alone = generate(make_engine(tmp_path, quantization="int4"), [wanted])[0]
     for budget in (64, 7):
         engine = make_engine(tmp_path, max_num_batched_tokens=budget, quantization="int4")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reference import linear_int8 as reference
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.model.build import ModelBuilder
 from serve_llm.engine.model.decoder import build_decoder
 from serve_llm.engine.model.registry import read_model
@@ -168,7 +168,7 @@ def test_the_reference_of_the_product_gives_the_same_model(family: str, tmp_path
         assert (left - right).abs().max() < 1e-5
 
 
-def requests(vocab_size: int, num_tokens: int = 6) -> list[Request]:
+def requests(vocab_size: int, num_tokens: int = 6) -> list[EngineCoreRequest]:
     rng = random.Random(4)
     return [
         greedy(number, [rng.randrange(vocab_size) for _ in range(length)], num_tokens, logprobs=0)
@@ -207,7 +207,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, grid: dict[str, in
     vocab_size = make_checkpoint(tmp_path, "llama", dtype=dtype)
     rng = random.Random(8)
     sampling = Sampling(max_tokens=9, seed=5, temperature=1.0, logprobs=2)
-    wanted = Request(id=0, prompt_ids=[rng.randrange(vocab_size) for _ in range(19)], sampling=sampling)
+    wanted = EngineCoreRequest(id=0, prompt_ids=[rng.randrange(vocab_size) for _ in range(19)], sampling=sampling)
     how = {"block_size": 8, "quantization": "int8", **grid}
     alone = generate(make_engine(tmp_path, **how), [wanted])[0]
     for budget, caching in ((64, True), (7, True), (64, False)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from support.engine import Result, generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
@@ -41,7 +41,7 @@ def logprobs(result: Result) -> list[tuple[int, float]]:
     return [(token_id, entry.logprob) for token_id, entry in zip(result.token_ids, result.logprobs, strict=True)]
 
 
-def requests(vocab_size: int) -> list[Request]:
+def requests(vocab_size: int) -> list[EngineCoreRequest]:
     rng = random.Random(4)
     return [
         greedy(number, [rng.randrange(vocab_size) for _ in range(length)], 6, logprobs=0)
@@ -73,7 +73,9 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, head_dim: int, tmp
     vocab_size = make_checkpoint(tmp_path, "llama", dtype=dtype, head_dim=head_dim)
     rng = random.Random(8)
     prompt = [rng.randrange(vocab_size) for _ in range(19)]
-    wanted = Request(id=0, prompt_ids=prompt, sampling=Sampling(max_tokens=9, seed=5, temperature=1.0, logprobs=2))
+    wanted = EngineCoreRequest(
+        id=0, prompt_ids=prompt, sampling=Sampling(max_tokens=9, seed=5, temperature=1.0, logprobs=2)
+    )
     how = {"block_size": 8, **INT8}
     roomy = make_engine(tmp_path, **how)
     alone = generate(roomy, [wanted])[0]

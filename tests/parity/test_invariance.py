@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from support.engine import Result, generate, make_engine
 from support.matrix import mostly_slow
 from support.tiny import make_checkpoint
@@ -56,7 +56,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
-def random_request(number: int, rng: random.Random) -> Request:
+def random_request(number: int, rng: random.Random) -> EngineCoreRequest:
     prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 40))]
     if rng.random() < 0.3:  # shares the prefix
         prompt = PROMPT[: rng.randrange(8, len(PROMPT))] + prompt
@@ -71,12 +71,12 @@ def random_request(number: int, rng: random.Random) -> Request:
         logprobs=rng.choice([None, 0, 3]),
         prompt_logprobs=rng.choice([None, None, 1]),
     )
-    return Request(id=number, prompt_ids=prompt, sampling=sampling, priority=rng.choice([0, 0, -1, 1]))
+    return EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling, priority=rng.choice([0, 0, -1, 1]))
 
 
 def alone(directory: Path, sampling: Sampling, output_ids: list[int] | None = None) -> Result:
     engine = make_engine(directory, block_size=8)
-    request = Request(id=0, prompt_ids=PROMPT, output_ids=output_ids or [], sampling=sampling)
+    request = EngineCoreRequest(id=0, prompt_ids=PROMPT, output_ids=output_ids or [], sampling=sampling)
     return generate(engine, [request])[0]
 
 
@@ -90,7 +90,7 @@ def test_200_random_co_batches_one_output(directory: Path, sampling: Sampling) -
     ]
     for trial in range(100):  # times two samplings: 200 batches
         others = [random_request(number, rng) for number in range(1, rng.randrange(2, 7))]
-        requests = [Request(id=0, prompt_ids=PROMPT, sampling=sampling), *others]
+        requests = [EngineCoreRequest(id=0, prompt_ids=PROMPT, sampling=sampling), *others]
         arrivals = [rng.randrange(6) for _ in requests]
         result = generate(engines[trial % 3], requests, arrivals)[0]
         assert result.token_ids == expected.token_ids

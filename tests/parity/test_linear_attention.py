@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from serve_llm.common.errors import ModelError, OptionError
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import Result, assert_equal, generate, make_engine
 from support.grammars import compile_grammar, constrained, demo
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def random_request(number: int, rng: random.Random) -> Request:
+def random_request(number: int, rng: random.Random) -> EngineCoreRequest:
     prompt = [rng.randrange(331) for _ in range(rng.choice([1, 2, 9, 30, 60]))]
     sampling = Sampling(
         max_tokens=rng.randrange(1, 20),
@@ -44,10 +44,10 @@ def random_request(number: int, rng: random.Random) -> Request:
         logprobs=rng.choice([None, 3]),
         prompt_logprobs=rng.choice([None, None, 1]),
     )
-    return Request(id=number, prompt_ids=prompt, sampling=sampling, priority=rng.choice([0, 0, 1]))
+    return EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling, priority=rng.choice([0, 0, 1]))
 
 
-def alone(directory: Path, request: Request) -> Result:
+def alone(directory: Path, request: EngineCoreRequest) -> Result:
     return generate(make_engine(directory, block_size=8), [request])[request.id]
 
 
@@ -59,7 +59,7 @@ def small_memory(directory: Path, num_blocks: int, **options: object) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_same_bits_in_random_co_batches(dtype: str, directory: Path) -> None:
-    request = Request(id=0, prompt_ids=PROMPT, sampling=SAMPLED)
+    request = EngineCoreRequest(id=0, prompt_ids=PROMPT, sampling=SAMPLED)
     expected = generate(make_engine(directory, block_size=8, dtype=dtype), [request])[0]
     rng = random.Random(11)
     engines = [make_engine(directory, block_size=8, dtype=dtype, max_num_batched_tokens=size) for size in (2048, 7, 64)]
@@ -70,14 +70,16 @@ def test_same_bits_in_random_co_batches(dtype: str, directory: Path) -> None:
 
 
 def test_a_replayed_request_goes_on_with_the_same_bits(directory: Path) -> None:
-    whole = alone(directory, Request(id=0, prompt_ids=PROMPT, sampling=SAMPLED))
+    whole = alone(directory, EngineCoreRequest(id=0, prompt_ids=PROMPT, sampling=SAMPLED))
     for cut in range(1, len(whole.token_ids)):
-        rest = alone(directory, Request(id=0, prompt_ids=PROMPT, output_ids=whole.token_ids[:cut], sampling=SAMPLED))
+        rest = alone(
+            directory, EngineCoreRequest(id=0, prompt_ids=PROMPT, output_ids=whole.token_ids[:cut], sampling=SAMPLED)
+        )
         assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
         assert whole.logprobs[cut:] == rest.logprobs
 
 
-def run_with_aborts(engine: EngineCore, requests: list[Request], doomed: set[int]) -> dict[int, Result]:
+def run_with_aborts(engine: EngineCore, requests: list[EngineCoreRequest], doomed: set[int]) -> dict[int, Result]:
     results = {request.id: Result() for request in requests}
     rng = random.Random(5)
     waiting = list(requests)
@@ -149,7 +151,9 @@ def test_ids_that_a_grammar_forces(tmp_path: Path) -> None:
 )
 def test_several_ranks(family: str, how: dict[str, object], tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
-    requests = [Request(id=n, prompt_ids=PROMPT[n:], sampling=Sampling(max_tokens=8, seed=0)) for n in (0, 30, 44)]
+    requests = [
+        EngineCoreRequest(id=n, prompt_ids=PROMPT[n:], sampling=Sampling(max_tokens=8, seed=0)) for n in (0, 30, 44)
+    ]
     expected = generate(make_engine(tmp_path, block_size=8), requests)
     assert_equal(generate(make_engine(tmp_path, block_size=8, **how), requests), expected, is_exact=False)
 
@@ -187,7 +191,7 @@ def test_stacks_of_experts_and_layers_for_drafts(tmp_path: Path) -> None:
     """As published: one tensor holds all experts of a layer, names are those of the multimodal model, and a layer is
     unused."""
     make_checkpoint(tmp_path, "qwen3_5_moe_text")
-    requests = [Request(id=0, prompt_ids=PROMPT, sampling=SAMPLED)]
+    requests = [EngineCoreRequest(id=0, prompt_ids=PROMPT, sampling=SAMPLED)]
     expected = generate(make_engine(tmp_path), requests)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from serve_llm.common.types import Adapter, FinishReason, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest, FinishReason
 from serve_llm.engine.loop import EngineCore
 from support import packed, packed_floats
 from support.adapter_files import describe, write_adapter
@@ -279,7 +279,7 @@ def test_a_sequence_with_an_adapter_goes_on_after_a_restart(root: Path) -> None:
         assert whole[:cut] + generate(make_engine(checkpoint, **OPTIONS), [rest])[0].token_ids == whole
 
 
-def run_failing(engine: EngineCore, request: Request) -> str | None:
+def run_failing(engine: EngineCore, request: EngineCoreRequest) -> str | None:
     """Return the error that the request ends with."""
     engine.add_requests([request])
     while engine.has_work:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from serve_llm.common.errors import AdapterError
-from serve_llm.common.types import Adapter, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest
 from serve_llm.engine.lora.files import read_adapter
 from serve_llm.engine.model.lora_targets import find_lora_targets
 from serve_llm.engine.model.registry import read_model
@@ -42,7 +42,7 @@ CASES = [  # family, rank, target modules and parameters, changed fields of Lora
 FAST = (CASES[0], CASES[1], CASES[2], CASES[3])
 
 
-def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[Request]:
+def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[EngineCoreRequest]:
     pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
     return [
         msgspec.structs.replace(greedy(number, prompt, 6, **sampling), adapter=adapter)

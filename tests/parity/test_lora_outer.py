@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from serve_llm.common.errors import AdapterError
-from serve_llm.common.types import Adapter, LoRATarget, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest, LoRATarget
 from serve_llm.engine.lora.base_copies import check_base_copies
 from serve_llm.engine.lora.files import read_adapter
 from serve_llm.engine.model.lora_targets import find_lora_targets
@@ -51,7 +51,7 @@ OPTIONS = {"enable_lora": True, "max_lora_rank": 128, "block_size": 8}
 NUM_TOKENS = 6
 
 
-def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[Request]:
+def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[EngineCoreRequest]:
     pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
     return [
         msgspec.structs.replace(greedy(number, prompt, NUM_TOKENS, **sampling), adapter=adapter)

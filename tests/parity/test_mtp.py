@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_llm.common.types import Adapter, Request, Sampling
+from serve_llm.common.types import Adapter, EngineCoreRequest, Sampling
 from serve_llm.engine.scheduler import speculation
 from support.adapter_files import describe
 from support.adapters import make_adapter
@@ -75,7 +75,7 @@ def test_its_guesses_are_those_of_a_plain_implementation(
     found = record_guesses(engine)
     for number, prompt in enumerate([[5, 17, 101], list(range(3, 300, 4)), [7]]):
         sampling = Sampling(max_tokens=24, seed=0, temperature=0.0)
-        generate(engine, [Request(id=number, prompt_ids=prompt, sampling=sampling)])
+        generate(engine, [EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling)])
     compared = 0
     for ids, guesses in found:
         if guesses:
@@ -154,7 +154,7 @@ def test_weights_stored_as_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
     make_mtp_checkpoint(tmp_path / "plain", "deepseek_v3")
     pack_checkpoint(tmp_path, "fp8-native", lambda name: is_linear(name) and "eh_proj" not in name)
-    request = Request(
+    request = EngineCoreRequest(
         id=1, prompt_ids=list(range(3, 99)), sampling=Sampling(max_tokens=24, seed=0, temperature=0.0, logprobs=0)
     )
     found = {}

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.worker import warm_up
-from serve_llm.engine.worker.graphs import compute_now
+from serve_llm.engine.worker.graphs import run_eagerly
 from support.engine import generate
 from support.matrix import mostly_slow
 from support.tiny import FAMILIES, make_checkpoint
@@ -34,10 +34,10 @@ KINDS: list[dict[str, object]] = [
 ]
 
 
-def load(vocab_size: int) -> tuple[list[Request], list[int]]:
+def load(vocab_size: int) -> tuple[list[EngineCoreRequest], list[int]]:
     rng = random.Random(5)
     requests = [
-        Request(
+        EngineCoreRequest(
             id=number,
             prompt_ids=[rng.randrange(vocab_size) for _ in range(rng.choice((1, 9, 17, 40)))],
             sampling=Sampling(**({"max_tokens": 20, "seed": number} | KINDS[number % len(KINDS)])),
@@ -109,7 +109,7 @@ def test_first_requests_find_their_kernels_compiled(
     ]
     monkeypatch.setattr(warm_up, "build_warm_up_steps", lambda *sizes: without_waits)
     one_block = replace(worker._layout, num_blocks=1)
-    warm_up.compile_kernels(worker._build_runner(one_block, compute_now), worker._config, one_block, 2)
+    warm_up.compile_kernels(worker._build_runner(one_block, run_eagerly), worker._config, one_block, 2)
     compiled = len(watch.compiled)
     assert compiled > 20 and not watch.captured
     warm_up.warm_up(worker._runner, worker._config, worker._layout)
@@ -117,5 +117,5 @@ def test_first_requests_find_their_kernels_compiled(
     for number, (length, kind) in enumerate(itertools.product((1, 11, 100, 1500), (*KINDS[:4], {"temperature": 1.0}))):
         ids = [(7 * number + place) % vocab_size for place in range(length)]
         sampling = Sampling(**({"max_tokens": 4, "seed": number} | kind))
-        generate(engine, [Request(id=number, prompt_ids=ids, sampling=sampling)])
+        generate(engine, [EngineCoreRequest(id=number, prompt_ids=ids, sampling=sampling)])
         assert watch.compiled[compiled:] == [], (length, kind)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from serve_llm.common.types import Adapter, Request, Sampling
+from serve_llm.common.types import Adapter, EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.scheduler.policy import TokenBudget
 from support.adapters import make_adapter
@@ -46,7 +46,7 @@ HOWS: dict[str, tuple[str, dict[str, object]]] = {  # family, options
 
 def make_turns(
     vocab_size: int, adapters: Sequence[Adapter | None] = (None,), max_tokens: int = 6
-) -> list[list[Request]]:
+) -> list[list[EngineCoreRequest]]:
     """Return three turns of six conversations, in changing order. Each turn begins with the conversation so far."""
     rng = random.Random(3)
     texts = [[rng.randrange(1, vocab_size) for _ in range(30)] for _ in range(6)]
@@ -61,7 +61,7 @@ def make_turns(
     return [*turns, [msgspec.structs.replace(request, id=100 + request.id) for request in turns[2]]]
 
 
-def run(engine: EngineCore, turns: Sequence[Sequence[Request]]) -> dict[int, Result]:
+def run(engine: EngineCore, turns: Sequence[Sequence[EngineCoreRequest]]) -> dict[int, Result]:
     results: dict[int, Result] = {}
     for requests in turns:
         results |= generate(engine, requests, [2 * number for number in range(len(requests))])
@@ -76,7 +76,7 @@ def small_cache(directory: Path, **options: object) -> dict[str, object]:
     return {"kv_cache_memory": num_blocks * layout.block_bytes, "kv_offload_memory": 60 * layout.block_bytes}
 
 
-def check(engine: EngineCore, turns: Sequence[Sequence[Request]], expected: dict[int, Result]) -> None:
+def check(engine: EngineCore, turns: Sequence[Sequence[EngineCoreRequest]], expected: dict[int, Result]) -> None:
     found = run(engine, turns)
     assert_equal(found, expected)
     stats = engine.step().stats.offload_memory
@@ -132,7 +132,7 @@ def test_grammars_calls_and_choices(weights: dict[str, object]) -> None:
     """Two choices of every conversation; a third of the requests must be JSON and a third a call."""
     grammars = ["", compile_grammar(json=SCHEMA, disable_any_whitespace=True), compile_grammar(grammar=CALL)]
 
-    def make(request: Request, choice: int) -> Request:
+    def make(request: EngineCoreRequest, choice: int) -> EngineCoreRequest:
         sampling = Sampling(
             max_tokens=24,
             seed=request.id,

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from serve_llm.common.hub import resolve_model
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import GroupQuantForm
 from support.engine import generate, greedy, make_engine
 from support.forward import load
 from support.gguf_files import make_gguf
@@ -53,7 +53,7 @@ def test_a_head_of_gptq(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     config["quantization_config"]["lm_head"] = True
     path.write_text(json.dumps(config))
-    assert load(tmp_path / "packed")[0].head_form == GroupedForm(4, 16, has_zeros=True, has_order=True)
+    assert load(tmp_path / "packed")[0].head_form == GroupQuantForm(4, 16, has_zeros=True, has_order=True)
     check(tmp_path / "packed", tmp_path / "plain")
     tensors = load_file(tmp_path / "packed" / "model.safetensors")
     plain = load_file(tmp_path / "plain" / "model.safetensors")

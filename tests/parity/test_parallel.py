@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_llm.common.types import FinishReason, Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, FinishReason, Sampling
 from support.engine import Result, abort, generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.ranks import ThreadExecutor
@@ -38,10 +38,10 @@ STYLES: list[dict[str, object]] = [
 ]
 
 
-def requests(vocab_size: int) -> list[Request]:
+def requests(vocab_size: int) -> list[EngineCoreRequest]:
     rng = random.Random(3)
     return [
-        Request(
+        EngineCoreRequest(
             id=number,
             prompt_ids=[rng.randrange(vocab_size) for _ in range((1, 9, 26, 12)[number % 4])],
             sampling=Sampling(max_tokens=6, seed=number, **style),
@@ -56,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @lru_cache(maxsize=1)  # one family at a time
-def case(family: str, root: Path) -> tuple[Path, list[Request], dict[int, Result]]:
+def case(family: str, root: Path) -> tuple[Path, list[EngineCoreRequest], dict[int, Result]]:
     """Return a checkpoint, requests, and the results of one rank."""
     directory = root / family
     wanted = requests(make_checkpoint(directory, family))
@@ -181,13 +181,13 @@ def test_a_rows_bits_do_not_depend_on_its_company(
 ) -> None:
     vocab_size = make_checkpoint(tmp_path, family, dtype=dtype)
     rng = random.Random(8)
-    wanted = Request(
+    wanted = EngineCoreRequest(
         id=0,
         prompt_ids=[rng.randrange(vocab_size) for _ in range(19)],
         sampling=Sampling(max_tokens=8, seed=5, temperature=1.0, logprobs=2),
     )
     plain = greedy(99, wanted.prompt_ids, 8)
-    few = Request(id=98, prompt_ids=wanted.prompt_ids, sampling=Sampling(max_tokens=8, seed=1, top_k=9))
+    few = EngineCoreRequest(id=98, prompt_ids=wanted.prompt_ids, sampling=Sampling(max_tokens=8, seed=1, top_k=9))
     watched = [wanted, plain, few]
     alone = {one.id: generate(make_engine(tmp_path, block_size=8, **grid), [one])[one.id] for one in watched}
     for budget, caching in ((64, True), (7, True), (64, False)):
@@ -219,7 +219,7 @@ def test_broken_logits_end_their_request_only(grid: dict[str, int], tmp_path: Pa
     table[broken] = torch.nan
     save_file({**tensors, "model.embed_tokens.weight": table}, path)
     doomed = [
-        Request(id=100 + number, prompt_ids=[1, broken, 2], sampling=request.sampling)
+        EngineCoreRequest(id=100 + number, prompt_ids=[1, broken, 2], sampling=request.sampling)
         for number, request in enumerate(wanted)
     ]
     results = generate(make_engine(tmp_path, block_size=8, **grid), [*wanted, *doomed])
@@ -230,7 +230,7 @@ def test_broken_logits_end_their_request_only(grid: dict[str, int], tmp_path: Pa
 def test_whole_logits_are_gathered_only_for_rows_that_need_them(tmp_path: Path) -> None:
     vocab_size = make_checkpoint(tmp_path, "llama")
 
-    def widest(*wanted: Request) -> int:
+    def widest(*wanted: EngineCoreRequest) -> int:
         """Return the largest number of values that a rank contributed to one gather."""
         engine = make_engine(tmp_path, block_size=8, tensor=2)
         generate(engine, wanted)
@@ -240,7 +240,7 @@ def test_whole_logits_are_gathered_only_for_rows_that_need_them(tmp_path: Path) 
         shapes = [[int(n) for n in call[call.index("[") + 1 : call.index("]")].split(",")] for call in calls]
         return max(int(torch.Size(shape).numel()) for shape in shapes)
 
-    few = Request(id=1, prompt_ids=[5], sampling=Sampling(max_tokens=4, seed=1, top_k=8))
+    few = EngineCoreRequest(id=1, prompt_ids=[5], sampling=Sampling(max_tokens=4, seed=1, top_k=8))
     assert widest(greedy(0, [1, 2, 3], 4)) == 2  # a value and its id
     assert widest(greedy(0, [1, 2, 3], 4), few) == 2 * 2 * 8
     assert widest(greedy(0, [1, 2, 3], 4), greedy(1, [4], 4, logprobs=0)) == -(-vocab_size // 2)

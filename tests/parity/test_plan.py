@@ -21,7 +21,7 @@ from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.parallel.groups import ProcessGroups, SingleRankGroup
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.worker.worker import Worker
 from serve_llm.kernels.cpu import library
 from support import packed_floats, resident
@@ -41,7 +41,7 @@ CACHE = 8 << 20  # bytes: about as much as weights and step, so that errors in i
 SIZES = {"max_model_len": 140, "kv_cache_memory": CACHE, "device": "cpu"}
 
 
-def largest_batch(step: LargestStep, groups: tuple[GroupLayout, ...], num_blocks: int) -> SchedulerOutput:
+def largest_batch(step: LargestStep, groups: tuple[KVCacheSpec, ...], num_blocks: int) -> SchedulerOutput:
     """Count as `LargestStep.from_config` does; block numbers do not affect memory."""
     rows, chunks, left = [], [], step.tokens - step.singles
     for row in range(step.sampled):

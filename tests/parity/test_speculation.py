@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.structured_output import state
-from serve_llm.engine.worker.input_batch import BatchArrays
+from serve_llm.engine.worker.input_batch import HostInputs
 from support.engine import Result, generate, generate_together, make_engine, make_engines
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.grammars import CALL, EOS, VOCAB_SIZE, compile_grammar, constrained, demo, ids_of
@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def case(family: str, root: Path, **overrides: object) -> tuple[Path, list[Request]]:
+def case(family: str, root: Path, **overrides: object) -> tuple[Path, list[EngineCoreRequest]]:
     directory = root / family
     return directory, make_requests(make_checkpoint(directory, family, **overrides))
 
@@ -59,7 +59,10 @@ def test_every_family(family: str, root: Path) -> None:
     engine = draft_from(make_engine(directory, **ON), requests, expected)
     assert_equal(generate(engine, requests, ARRIVALS), expected)
     assert_drafted(engine)
-    again = [Request(id=request.id, prompt_ids=request.prompt_ids, sampling=request.sampling) for request in requests]
+    again = [
+        EngineCoreRequest(id=request.id, prompt_ids=request.prompt_ids, sampling=request.sampling)
+        for request in requests
+    ]
     assert_equal(generate(engine, again), expected)  # prefixes are cached, including accepted drafts
 
 
@@ -103,7 +106,7 @@ def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pyte
     ]
     for choice in range(3):
         sampling = Sampling(max_tokens=12, seed=4, temperature=1.0, choice=choice, logprobs=1)
-        requests.append(Request(id=200 + choice, prompt_ids=list(range(9, 40)), sampling=sampling))
+        requests.append(EngineCoreRequest(id=200 + choice, prompt_ids=list(range(9, 40)), sampling=sampling))
     how = {"tokenizer": str(demo()), **RANKS[ranks]}
     expected = generate(make_engine(tmp_path, **OFF, **how), requests)
     engine = draft_from(make_engine(tmp_path, **ON, **how), requests, expected)
@@ -113,7 +116,7 @@ def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pyte
     check_adaptive(adaptive, requests, expected)
 
 
-def check_adaptive(engine: EngineCore, requests: list[Request], expected: dict[int, Result]) -> None:
+def check_adaptive(engine: EngineCore, requests: list[EngineCoreRequest], expected: dict[int, Result]) -> None:
     """Check that the output is the same if draft lengths follow acceptance and batch size, with no drafts in large
     batches."""
     assert engine._speculator is not None
@@ -163,7 +166,7 @@ def test_a_replayed_request_continues_with_drafts(root: Path) -> None:
     engine = draft_from(make_engine(directory, **ON), requests, expected)
     for cut in (1, 6, 19):
         begun = [
-            Request(
+            EngineCoreRequest(
                 id=request.id,
                 prompt_ids=request.prompt_ids,
                 output_ids=expected[request.id].token_ids[:cut],
@@ -203,7 +206,7 @@ def test_steps_in_flight_and_captured_steps(root: Path, monkeypatch: pytest.Monk
     compute_logits = graphs.logits
     sizes: list[int] = []
 
-    def watched_logits(arrays: BatchArrays, received: torch.Tensor | None) -> torch.Tensor:
+    def watched_logits(arrays: HostInputs, received: torch.Tensor | None) -> torch.Tensor:
         sizes.append(len(arrays.ids))
         return compute_logits(arrays, received)
 
@@ -228,7 +231,7 @@ def test_prompt_lookup_with_the_demo_model(dtype: str) -> None:
     prompts = [COPY + COPY[:40], "import os\nimport sys\n" * 3, "x = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,"]
     styles = [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 1}, {"temperature": 0.7}, {"temperature": 1.0}]
     requests = [
-        Request(
+        EngineCoreRequest(
             id=number,
             prompt_ids=ids_of(prompts[number % 3]),
             sampling=Sampling(max_tokens=60, seed=number, stop_token_ids=(EOS,), **styles[number % 4]),
@@ -242,7 +245,7 @@ def test_prompt_lookup_with_the_demo_model(dtype: str) -> None:
 
 
 def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself() -> None:
-    request = Request(
+    request = EngineCoreRequest(
         id=1,
         prompt_ids=ids_of("0, 1, 0, 1, 0, 1, 0, 1, 0, 1, "),
         sampling=Sampling(max_tokens=60, seed=0, temperature=0.0),

@@ -29,7 +29,7 @@ from transformers import (
 
 from serve_llm import LLM, SamplingParams
 from serve_llm.common.errors import ModelError, OptionError, UnsupportedModel
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine import startup
 from serve_llm.engine.hf_backend.decoder import PackedLinear
 from serve_llm.engine.hf_backend.probe import ProbeResult, probe_model
@@ -82,7 +82,7 @@ def test_windows_give_blocks_back(tmp_path: Path) -> None:
 def test_a_rows_bits_do_not_depend_on_its_company(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, dtype=dtype)
     sampling = Sampling(max_tokens=9, seed=5, temperature=1.0, logprobs=2)
-    wanted = Request(id=0, prompt_ids=random_ids(29), sampling=sampling)
+    wanted = EngineCoreRequest(id=0, prompt_ids=random_ids(29), sampling=sampling)
     alone = generate(engine_of(tmp_path), [wanted])[0]
     rng = random.Random(3)
     for budget in (64, 7):
@@ -110,7 +110,7 @@ def test_an_int8_cache_is_close(tmp_path: Path) -> None:
 def test_drafts_change_no_bit(dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "exaone4", dtype=dtype, intermediate_size=96)
     requests = [
-        Request(id=n, prompt_ids=random_ids(9 * n + 1), sampling=Sampling(max_tokens=12, seed=5, logprobs=1))
+        EngineCoreRequest(id=n, prompt_ids=random_ids(9 * n + 1), sampling=Sampling(max_tokens=12, seed=5, logprobs=1))
         for n in range(4)
     ]
     expected = generate(engine_of(tmp_path), requests)

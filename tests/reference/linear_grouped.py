@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 
-def pack_grouped(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def pack_grouped(weight: GroupQuantWeight, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Same contract as `kernels.linear_grouped.pack_grouped`."""
     dense = weight.dequantise().double()
 

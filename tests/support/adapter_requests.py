@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from serve_llm.common.types import Adapter, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest
 from support.adapters import make_adapter
 from support.engine import Result, greedy
 from support.tiny import make_checkpoint
@@ -27,12 +27,12 @@ def llama(root: Path) -> tuple[Path, list[Adapter | None]]:
     return checkpoint, [None, *adapters]
 
 
-def ask(number: int, prompt: list[int], adapter: Adapter | None, **sampling: object) -> Request:
+def ask(number: int, prompt: list[int], adapter: Adapter | None, **sampling: object) -> EngineCoreRequest:
     request = greedy(number, prompt, NUM_TOKENS, **sampling)
     return msgspec.structs.replace(request, adapter=adapter)
 
 
-def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[Request]:
+def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[EngineCoreRequest]:
     """Request each prompt with each adapter."""
     pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
     return [ask(number, prompt, adapter, **sampling) for number, (prompt, adapter) in enumerate(pairs)]

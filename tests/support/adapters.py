@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from serve_llm.common.types import Adapter, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest
 from support.adapter_files import describe
 from support.engine import Result
 
@@ -67,7 +67,7 @@ def generate_with_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]
     return ids[len(prompt) :]
 
 
-def check_as_peft(checkpoint: Path, requests: list[Request], results: dict[int, Result]) -> None:
+def check_as_peft(checkpoint: Path, requests: list[EngineCoreRequest], results: dict[int, Result]) -> None:
     """Assert that greedy ids equal those of transformers with PEFT."""
     for request in requests:
         directory = None if request.adapter is None else Path(request.adapter.directory)

@@ -8,10 +8,10 @@ from pathlib import Path
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import FinishReason, Output, Request, Sampling, TokenLogprobs
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling, TokenLogprobs
 from serve_llm.engine import startup
 from serve_llm.engine.config import Config
-from serve_llm.engine.distributed.executor import Executor, SyncedExecutor
+from serve_llm.engine.distributed.executor import DPSyncExecutor, Executor
 from serve_llm.engine.draft_model.draft_model import DraftModel
 from serve_llm.engine.draft_model.resolve import find_draft_directory, resolve_draft_model
 from serve_llm.engine.loop import EngineCore
@@ -90,7 +90,7 @@ def make_engines(
             num_redundant=config.redundant_experts,
         )
         executor = ThreadExecutor(config, spec, weights, ranks)
-        synced = SyncedExecutor(executor, DPStepSync(meeting, index, engines))
+        synced = DPSyncExecutor(executor, DPStepSync(meeting, index, engines))
         engine = EngineCore(config, synced, draft_model=draft_model)
         ENGINES[engine] = BuiltEngine(config, tensor, pipeline)
         return engine
@@ -102,7 +102,9 @@ def make_engines(
     return run_together(engines, make, abort)
 
 
-def generate_together(engines: Sequence[EngineCore], shares: Sequence[Sequence[Request]]) -> list[dict[int, Result]]:
+def generate_together(
+    engines: Sequence[EngineCore], shares: Sequence[Sequence[EngineCoreRequest]]
+) -> list[dict[int, Result]]:
     """Return each engine's outputs for its share of the requests, run at the same time; engines without requests take
     part."""
 
@@ -132,7 +134,7 @@ class Result:
         self.vector: bytes | None = None
         self.finish_reason: FinishReason | None = None
 
-    def add(self, output: Output) -> None:
+    def add(self, output: EngineCoreOutput) -> None:
         assert self.finish_reason is None, "output after the final one"
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
@@ -143,7 +145,9 @@ class Result:
         self.finish_reason = output.finish_reason
 
 
-def generate(engine: EngineCore, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[int, Result]:
+def generate(
+    engine: EngineCore, requests: Sequence[EngineCoreRequest], arrivals: Sequence[int] = ()
+) -> dict[int, Result]:
     """Run requests to their end. `arrivals`: the step before which each arrives (default: all before the first)."""
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     results = {request.id: Result() for request in requests}
@@ -176,10 +180,10 @@ def assert_equal(found: dict[int, Result], expected: dict[int, Result], is_exact
             assert all(abs(left.logprob - right.logprob) <= 1e-4 for left, right in pairs), f"request {number}"
 
 
-def greedy(number: int, prompt_ids: Sequence[int], max_tokens: int, **sampling: object) -> Request:
+def greedy(number: int, prompt_ids: Sequence[int], max_tokens: int, **sampling: object) -> EngineCoreRequest:
     """Return a greedy request."""
     chosen = {"temperature": 0.0, "seed": 0, "max_tokens": max_tokens} | sampling
-    return Request(id=number, prompt_ids=list(prompt_ids), sampling=Sampling(**chosen))
+    return EngineCoreRequest(id=number, prompt_ids=list(prompt_ids), sampling=Sampling(**chosen))
 
 
 def abort(engine: EngineCore, ids: Sequence[int]) -> None:

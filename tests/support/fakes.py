@@ -9,11 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_llm.common.errors import EngineDead
-from serve_llm.common.types import FinishReason, ModelInfo, Output, Request, Stats, TokenLogprobs
+from serve_llm.common.types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ModelInfo,
+    SchedulerStats,
+    TokenLogprobs,
+)
 from serve_llm.server.metrics.meter import Clock, Meter
 
-Sink = Callable[[Output], None]
-Script = Callable[[Request], Sequence[int]]
+Sink = Callable[[EngineCoreOutput], None]
+Script = Callable[[EngineCoreRequest], Sequence[int]]
 
 
 def facts(**changed: object) -> ModelInfo:
@@ -37,10 +44,10 @@ def facts(**changed: object) -> ModelInfo:
 class Open:
     """A request that has not ended."""
 
-    request: Request
+    request: EngineCoreRequest
     sink: Sink
     ids: Sequence[int]
-    num_given: int  # tokens, including `Request.output_ids`
+    num_given: int  # tokens, including `EngineCoreRequest.output_ids`
     is_new: bool = True  # has had no output
 
 
@@ -70,15 +77,15 @@ class ScriptedEngine:
         self.tokens_per_step = tokens_per_step
         self.cached_tokens = cached_tokens
         self.ready = True
-        self.stats = Stats()
+        self.stats = SchedulerStats()
         self.meter = meter or Meter(Clock())
         self.open: dict[int, Open] = {}
-        self.submitted: list[Request] = []
+        self.submitted: list[EngineCoreRequest] = []
         self.aborted: list[int] = []
         self.changed = asyncio.Event()  # set at each submit and abort, for tests that wait for one
         self._stepping = False
 
-    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
+    def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> None:
         if not self.ready:
             raise EngineDead("the engine is gone")
         for request, sink in pairs:
@@ -99,7 +106,7 @@ class ScriptedEngine:
         self.ready = False
         ended, self.open = self.open, {}
         for request_id, entry in ended.items():
-            entry.sink(Output(id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message))
+            entry.sink(EngineCoreOutput(id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message))
         self._count()
 
     def step(self) -> None:
@@ -118,9 +125,9 @@ class ScriptedEngine:
             if output.id in self.open or output.finish_reason is not None:
                 sinks[output.id](output)
 
-    def _output(self, entry: Open) -> Output:
+    def _output(self, entry: Open) -> EngineCoreOutput:
         request, sampling = entry.request, entry.request.sampling
-        output = Output(id=request.id, token_ids=[])
+        output = EngineCoreOutput(id=request.id, token_ids=[])
         if entry.is_new:
             entry.is_new = False
             output.cached_tokens, output.queued_seconds = self.cached_tokens, 0.001

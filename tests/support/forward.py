@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.model.decoder import Decoder
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
-from serve_llm.engine.model.inputs import ChunkInputs, GroupInputs, StepInputs
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
+from serve_llm.engine.model.inputs import ChunkInputs, KVGroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import MLASpec, ModelSpec
@@ -66,7 +66,7 @@ class Harness:
             scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a NaN scale
         self.caches = [
             torch.full((64, mixer.count_state(mixer.num_heads, mixer.num_kv_heads)), torch.nan)
-            if isinstance(mixer, DeltaNetSpec)
+            if isinstance(mixer, GatedDeltaNetSpec)
             else torch.full(
                 (num_blocks, parts, mixer.num_kv_heads, block_size, mixer.cached_head_dim + scale),
                 self.nothing,
@@ -101,7 +101,7 @@ class Harness:
         logprobs = self.decoder.logits(self.decoder.forward(inputs, self.caches)).float().log_softmax(-1)
         return dict(zip(chunks, logprobs.split([len(ids) for ids in chunks.values()]), strict=True))
 
-    def _group(self, number: int, positions: dict[int, Tensor]) -> GroupInputs:
+    def _group(self, number: int, positions: dict[int, Tensor]) -> KVGroupInputs:
         group = self.spec.kv_groups[number]
         slots, rows = [], []
         for sequence, where in positions.items():
@@ -120,7 +120,7 @@ class Harness:
             rows.append(blocks.int())
         block_table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         if not group.chunked or group.sliding_window is None:
-            return GroupInputs(torch.cat(slots), block_table)
+            return KVGroupInputs(torch.cat(slots), block_table)
         split = split_sequences(
             np.concatenate(([0], np.cumsum([len(where) for where in positions.values()]))),
             np.array([int(where[-1]) + 1 for where in positions.values()]),
@@ -129,7 +129,7 @@ class Harness:
             self.block_size,
         )
         chunks = ChunkInputs(split.query_starts.tolist(), split.context_lens.tolist())
-        return GroupInputs(torch.cat(slots), torch.from_numpy(split.table), chunks)
+        return KVGroupInputs(torch.cat(slots), torch.from_numpy(split.table), chunks)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], max_chunk: int | None = None) -> list[Tensor]:
         """Return the logprobs after each id of each prompt, computed together in random chunks of up to `max_chunk`

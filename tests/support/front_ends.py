@@ -63,7 +63,7 @@ def link(
         asyncio.get_running_loop().call_soon(receive_from_relay, decoded)
 
     def receive_from_relay(message: messages.ToFrontEnd) -> None:
-        if isinstance(message, messages.EngineOutputs):
+        if isinstance(message, messages.RelayedOutputs):
             dispatcher.deliver(message)
         elif isinstance(message, messages.Replays):
             dispatcher.note_replays(message)

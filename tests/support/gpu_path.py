@@ -24,8 +24,8 @@ from serve_llm.engine.model.cache_scales import add_cache_scales
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights import load
-from serve_llm.engine.worker import runner
-from serve_llm.engine.worker.graphs import Captured
+from serve_llm.engine.worker import model_runner
+from serve_llm.engine.worker.graphs import CapturedGraph
 from serve_llm.kernels import attention, moe, registry, rope
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.lora import ExpansionWeight
@@ -146,14 +146,14 @@ class Recorder:
     def __init__(self, *_: object) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Captured:
+    def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
         output = torch.full_like(compute(), torch.nan)
         self.sizes.append(len(output))
 
         def replay() -> None:
             output.copy_(compute())
 
-        return Captured(replay, output)
+        return CapturedGraph(replay, output)
 
 
 def make_gpu_engine(
@@ -167,7 +167,7 @@ def make_gpu_engine(
     """An engine that works as on a GPU. Its layers have scales if the checkpoint was calibrated for a KV cache in fp8,
     even if `kernels` are for another cache. more: fields of Config, or options."""
     monkeypatch.setattr(load, "choose", lambda *_, **__: kernels)
-    monkeypatch.setattr(runner, "CudaCapture", Recorder)
+    monkeypatch.setattr(model_runner, "CudaCapture", Recorder)
     as_on_gpu = {"async_scheduling": stages == 1, "enforce_eager": False, "kv_cache_dtype": "auto"}
     fields = {name: more.pop(name, value) for name, value in as_on_gpu.items()}
     defaults = {"kv_cache_memory": "16MiB", "max_num_seqs": 40, "speculative_config": "none"}  # none: as on GPUs
@@ -183,7 +183,7 @@ def make_gpu_engine(
     return EngineCore(config, ThreadExecutor(config, spec, weights, Ranks(spec, ParallelLayout(tensor, stages))))
 
 
-def graphs_of(engine: EngineCore) -> runner.StepGraphs:
+def graphs_of(engine: EngineCore) -> model_runner.GraphRunner:
     found = engine._executor._worker._runner.graphs  # type: ignore[attr-defined]
     assert found is not None
     return found

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from serve_llm.common.grammar import build_matcher
 from serve_llm.common.hub import resolve_model
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.server.structured_output.compiler import GrammarCompiler
 from serve_llm.server.structured_output.params import StructuredOutputs
 
@@ -63,7 +63,7 @@ def text_of(ids: list[int]) -> str:
     return str(tokenizer().decode(ids))
 
 
-def constrained(number: int, grammar: str, prompt: str = "def main():\n", **sampling: object) -> Request:
+def constrained(number: int, grammar: str, prompt: str = "def main():\n", **sampling: object) -> EngineCoreRequest:
     """Build a request for the demo model whose text must satisfy a grammar."""
     chosen = {"max_tokens": 200, "seed": number, "temperature": 1.5, "stop_token_ids": (EOS,)} | sampling
-    return Request(id=number, prompt_ids=ids_of(prompt), sampling=Sampling(grammar=grammar, **chosen))
+    return EngineCoreRequest(id=number, prompt_ids=ids_of(prompt), sampling=Sampling(grammar=grammar, **chosen))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from serve_llm.kernels.linear_grouped import FLOAT8_NAN, GroupedWeight, build_e2m1_table
+from serve_llm.kernels.linear_grouped import FLOAT8_NAN, GroupQuantWeight, build_e2m1_table
 
 FORMS = ("int4", "int4 zeros", "int4 minimums", "int8", "table", "mxfp4", "nvfp4", "fp8")
 
 
-def make_weight(form: str, outputs: int, inputs: int, group_size: int, offset: int = 0) -> GroupedWeight:
+def make_weight(form: str, outputs: int, inputs: int, group_size: int, offset: int = 0) -> GroupQuantWeight:
     """Return random weights. form: one of FORMS. Numbers have a magnitude of about 1 / sqrt(inputs)."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     bits = 8 if form in ("int8", "fp8") else 4
@@ -21,7 +21,7 @@ def make_weight(form: str, outputs: int, inputs: int, group_size: int, offset: i
         codes -= (codes & FLOAT8_NAN == FLOAT8_NAN).byte()
     size = {"int8": 64.0, "fp8": 100.0, "nvfp4": 3.0, "mxfp4": 3.0}.get(form, 5.0) * inputs**0.5
     scales = (0.5 + torch.rand(shape, generator=generator)) / size
-    weight = GroupedWeight(codes, bits, scales, group_size, is_float8=form == "fp8", offset=offset)
+    weight = GroupQuantWeight(codes, bits, scales, group_size, is_float8=form == "fp8", offset=offset)
     if form == "int4 zeros":
         return replace(weight, zeros=torch.randint(-8, 8, shape, generator=generator).float())
     if form == "int4 minimums":

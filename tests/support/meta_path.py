@@ -29,8 +29,8 @@ from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.sampling import choose
 from serve_llm.engine.transfer import PendingWork
 from serve_llm.engine.weights import load
-from serve_llm.engine.worker import runner, worker
-from serve_llm.engine.worker.graphs import Captured
+from serve_llm.engine.worker import model_runner, worker
+from serve_llm.engine.worker.graphs import CapturedGraph
 from serve_llm.kernels import registry
 from serve_llm.kernels.triton import sampling
 from support import triton
@@ -125,12 +125,12 @@ class MetaTransfer:
 def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[EngineCore, Watch]:
     watch = Watch()
 
-    def capture(compute: Callable[[], Tensor]) -> Captured:
+    def capture(compute: Callable[[], Tensor]) -> CapturedGraph:
         watch.is_capturing = True
         output = compute()
         watch.is_capturing = False
         watch.captured.append(len(output))
-        return Captured(lambda: None, output)
+        return CapturedGraph(lambda: None, output)
 
     def weights(seed: int, dtype: torch.dtype, device: torch.device) -> Any:
         return lambda name, shape, part=None, own=None: torch.empty(
@@ -142,17 +142,17 @@ def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options
     monkeypatch.setattr(load, "choose", lambda *_, **__: found)
     monkeypatch.setattr(load, "build_dummy_loader", weights)
     monkeypatch.setattr(choose, "choose_device_sampling", lambda device: sampling)
-    monkeypatch.setattr(runner, "DeviceCopier", lambda device: MetaTransfer(watch))
-    monkeypatch.setattr(runner, "CudaCapture", lambda device: capture)
+    monkeypatch.setattr(model_runner, "DeviceCopier", lambda device: MetaTransfer(watch))
+    monkeypatch.setattr(model_runner, "CudaCapture", lambda device: capture)
     monkeypatch.setattr(worker, "compile_kernels", lambda *_: None)  # compiling may wait
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **more: watch.launched(self, *args, **more))
-    start = runner.Runner.start
+    start = model_runner.ModelRunner.start
 
-    def watched(self: runner.Runner, batch: Any, masks: Any = None) -> Any:
+    def watched(self: model_runner.ModelRunner, batch: Any, masks: Any = None) -> Any:
         with watch, NoNumbers():
             return start(self, batch, masks)
 
-    monkeypatch.setattr(runner.Runner, "start", watched)
+    monkeypatch.setattr(model_runner.ModelRunner, "start", watched)
     asked = make_options(str(directory), kv_cache_memory="16MiB", load_format="dummy", **options)
     raw = read_config(directory)
     config, spec, rows = resolve_all(asked, str(directory), raw)

@@ -22,7 +22,7 @@ import pytest
 from serve_llm import LLM
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import parse_args
-from serve_llm.common.types import Request
+from serve_llm.common.types import EngineCoreRequest
 from serve_llm.engine.config import Config
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.scheduler.running import RunningSequences
@@ -72,7 +72,7 @@ def _has_fp8(config: Any) -> bool:
     return any(map(_has_fp8, config.values()))
 
 
-def _list_request_features(request: Request) -> Iterable[str]:
+def _list_request_features(request: EngineCoreRequest) -> Iterable[str]:
     sampling = request.sampling
     if request.adapter is not None:
         yield "LoRA"
@@ -204,7 +204,7 @@ class Observer:
             self._offline[id(replicas)] = _Context(["DP"] if len(replicas.engines) > 1 else [])
         return self._offline[id(replicas)]
 
-    def _see_submission(self, replicas: Any, pairs: Iterable[tuple[Request, Any]]) -> None:
+    def _see_submission(self, replicas: Any, pairs: Iterable[tuple[EngineCoreRequest, Any]]) -> None:
         for request, _ in pairs:
             self._find_replicas(replicas).requests.add(frozenset(_list_request_features(request)))
 

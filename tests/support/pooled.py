@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.tiny import SIZES
 
@@ -159,11 +159,13 @@ def reference_logits(directory: Path, architecture: str, ids: Sequence[int], **i
     return _load(directory, architecture)(torch.tensor([list(ids)]), **inputs).logits[0]
 
 
-def pooling_request(number: int, ids: Sequence[int], **fields: Any) -> Request:
-    return Request(id=number, prompt_ids=list(ids), sampling=Sampling(max_tokens=0, seed=0), pooling=True, **fields)
+def pooling_request(number: int, ids: Sequence[int], **fields: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        id=number, prompt_ids=list(ids), sampling=Sampling(max_tokens=0, seed=0), pooling=True, **fields
+    )
 
 
-def compute_vectors(engine: EngineCore, requests: Sequence[Request]) -> dict[int, Tensor]:
+def compute_vectors(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[int, Tensor]:
     """Return the vector of each pooling request; None for other requests. All run together."""
     engine.add_requests(requests)
     vectors = {}

@@ -6,8 +6,8 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine import startup
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.choose import ExecutorChoice
-from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.transformers_spec import TransformersSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 
@@ -17,7 +17,7 @@ def resolve_all(
     raw: dict[str, object],
     choice: ExecutorChoice | None = None,
     engine: int = 0,
-) -> tuple[Config, ModelSpec | PretrainedSpec, WeightMap | None]:
+) -> tuple[Config, ModelSpec | TransformersSpec, WeightMap | None]:
     """Resolve options. raw: config.json. choice, engine: see `startup.resolve_config`."""
     spec, weights = startup.read_spec(options, directory, raw)
     config, spec = startup.resolve_config(options, directory, raw, spec, choice, engine)

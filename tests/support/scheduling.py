@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from serve_llm.common.types import FinishReason, Output, Request, Sampling, TokenLogprobs
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling, TokenLogprobs
 from serve_llm.engine.scheduler.offload import OffloadManager
 from serve_llm.engine.scheduler.output import BlockCopy, RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 
-FULL = (GroupLayout(4, None),)
-MIXED = (GroupLayout(4, None), GroupLayout(8, 6))
+FULL = (KVCacheSpec(4, None),)
+MIXED = (KVCacheSpec(4, None), KVCacheSpec(8, 6))
 MAX_MODEL_LEN = 40  # for random loads
 
 
@@ -37,7 +37,7 @@ def logprobs_of(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(-float(token_id), token_id, [], [])
 
 
-def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+def expected_output(request: EngineCoreRequest) -> tuple[list[int], FinishReason]:
     """Return the ids of a request computed alone, one id at a time."""
     ids = list(request.prompt_ids)
     forced: list[int] = []
@@ -58,7 +58,7 @@ class FakeWorkers:
     """Indexes, tables and block contents, as workers keep them. A block remembers which prefix was written into it and
     with which RoPE factors."""
 
-    def __init__(self, groups: tuple[GroupLayout, ...], long_rope_threshold: int = 1000) -> None:
+    def __init__(self, groups: tuple[KVCacheSpec, ...], long_rope_threshold: int = 1000) -> None:
         self.groups, self.long_rope_threshold = groups, long_rope_threshold
         self.uses_long_rope: dict[int, bool] = {}
         self.sampling: dict[int, Sampling] = {}
@@ -140,10 +140,10 @@ class FakeWorkers:
         return results
 
 
-def drive(scheduler, workers, arrivals, budget, depth, ahead=False, offload=None) -> dict[int, list[Output]]:
+def drive(scheduler, workers, arrivals, budget, depth, ahead=False, offload=None) -> dict[int, list[EngineCoreOutput]]:
     """Run the scheduler to the end. offload: its `OffloadManager`, if it has one. Batches are executed as late as
     possible."""
-    got: dict[int, list[Output]] = {}
+    got: dict[int, list[EngineCoreOutput]] = {}
     under_way: list[SchedulerOutput] = []
     doomed: list[int] = []
     step = 0
@@ -183,7 +183,7 @@ def drive(scheduler, workers, arrivals, budget, depth, ahead=False, offload=None
 
 
 class Arrival(NamedTuple):
-    request: Request
+    request: EngineCoreRequest
     step: int
     is_aborted: bool
 
@@ -191,7 +191,7 @@ class Arrival(NamedTuple):
 class Load(NamedTuple):
     """The resources of a scheduler in a test of random loads."""
 
-    groups: tuple[GroupLayout, ...]
+    groups: tuple[KVCacheSpec, ...]
     budget: int  # tokens
     rows: int
     depth: int  # batches in flight
@@ -222,8 +222,8 @@ class Load(NamedTuple):
         offload: OffloadManager | None = None,
     ) -> None:
         """Run the load. Asserts that each request that was not aborted ends as if it had run alone."""
-        by_step: dict[int, list[tuple[Request, bool]]] = {}
-        wanted: list[Request] = []
+        by_step: dict[int, list[tuple[EngineCoreRequest, bool]]] = {}
+        wanted: list[EngineCoreRequest] = []
         for request, step, is_aborted in arrivals:
             by_step.setdefault(step, []).append((request, is_aborted))
             if not is_aborted:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
-from serve_llm.engine.scheduler.match_rates import LONGEST
-from serve_llm.engine.scheduler.prompt_lookup import NO_GUESS, TextGuess
+from serve_llm.engine.scheduler.acceptance_rates import LONGEST
+from serve_llm.engine.scheduler.prompt_lookup import NO_GUESS, NgramDraft
 from serve_llm.engine.scheduler.speculation import TextSpeculator
 from serve_llm.engine.scheduler.step_costs import StepCosts
 from support.engine import Result
@@ -38,11 +38,11 @@ STYLES: list[dict[str, object]] = [
 ]
 
 
-def make_requests(vocab_size: int) -> list[Request]:
+def make_requests(vocab_size: int) -> list[EngineCoreRequest]:
     rng = random.Random(5)
     texts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 8, 21, 40)]
     return [
-        Request(
+        EngineCoreRequest(
             id=number,
             prompt_ids=texts[number % 4] if number % 3 else texts[number % 4] * 2,
             sampling=Sampling(**({"max_tokens": 20, "seed": 5} | style)),
@@ -69,14 +69,14 @@ class KnownTexts:
         self._texts = [list(text) for text in texts]
         self._wrong_every = wrong_every
 
-    def propose(self, token_ids: Sequence[int], count: int) -> TextGuess:
+    def propose(self, token_ids: Sequence[int], count: int) -> NgramDraft:
         ids = list(token_ids)
         for text in self._texts:
             if len(text) > len(ids) and text[: len(ids)] == ids:
                 places = range(len(ids), min(len(text), len(ids) + count))
                 drafts = [1 if place % self._wrong_every == 0 else text[place] for place in places]
                 # 2: beyond the end, where nothing is accepted
-                return TextGuess([*drafts, *([2] * (count - len(drafts)))], LONGEST)
+                return NgramDraft([*drafts, *([2] * (count - len(drafts)))], LONGEST)
         return NO_GUESS
 
     def finish(self, sequence: object) -> None:
@@ -125,7 +125,7 @@ def draft_freely(engine: EngineCore) -> EngineCore:
 
 
 def draft_from(
-    engine: EngineCore, requests: Sequence[Request], results: Mapping[int, Result], wrong_every: int = 5
+    engine: EngineCore, requests: Sequence[EngineCoreRequest], results: Mapping[int, Result], wrong_every: int = 5
 ) -> EngineCore:
     """Draft from `results`, with a wrong id at every `wrong_every`-th position."""
     texts = [[*request.prompt_ids, *results[request.id].token_ids] for request in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.families.names import ATTENTION, weights
 from serve_llm.engine.model.spec import AttentionSpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
@@ -19,7 +19,9 @@ def build_weights(
 ) -> WeightMap:
     """names: as in `names.weights`. inputs: projections of the linear layers -> the parameters that they fill.
     by_key_head: whether the rows of each are grouped by key head."""
-    linear = {index: one.attention for index, one in enumerate(spec.layers) if isinstance(one.attention, DeltaNetSpec)}
+    linear = {
+        index: one.attention for index, one in enumerate(spec.layers) if isinstance(one.attention, GatedDeltaNetSpec)
+    }
     full = {index: one.attention for index, one in enumerate(spec.layers) if isinstance(one.attention, AttentionSpec)}
     mixer = next(iter(linear.values()))
     attention = next(iter(full.values()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.families.decoder import map_attention, read_decoder
 from serve_llm.engine.model.families.hybrid_names import build_weights
 from serve_llm.engine.model.families.qwen2_moe import NAMES, SHARED, read_experts
@@ -54,7 +54,7 @@ def read_hybrid(config: ConfigReader, architecture: str, default_kv_heads: int) 
     key_heads = config.integer("linear_num_key_heads", 16)
     if heads % key_heads:
         raise ModelError(f"config.json: {heads} value heads cannot share {key_heads} key heads evenly")
-    mixer = DeltaNetSpec(
+    mixer = GatedDeltaNetSpec(
         num_heads=heads,
         num_kv_heads=key_heads,
         key_dim=config.integer("linear_key_head_dim", 128),

@@ -10,7 +10,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.experts import read_router, with_experts
 from serve_llm.engine.model.families.names import weights
-from serve_llm.engine.model.spec import ExpertGroups, ModelSpec, MoESpec, RouterSpec
+from serve_llm.engine.model.spec import GroupedTopK, ModelSpec, MoESpec, RouterSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 UNREAD = (  # transformers does not read these: training, or the hardware of the training run
@@ -44,8 +44,8 @@ def read_sigmoid_router(
 
 def read_groups(
     config: ConfigReader, router: RouterSpec, default_count: int, default_top_k: int, best: int
-) -> ExpertGroups:
-    """best: `ExpertGroups.scores_per_group`."""
+) -> GroupedTopK:
+    """best: `GroupedTopK.scores_per_group`."""
     count = config.integer("n_group", default_count)
     top_k = config.integer("topk_group", default_top_k)
     size, rest = divmod(router.num_experts, count)
@@ -54,7 +54,7 @@ def read_groups(
             f"config.json: n_group {count} and topk_group {top_k} do not fit {router.num_experts} experts, of which "
             f"{router.top_k} are chosen"
         )
-    return ExpertGroups(count, top_k, best)
+    return GroupedTopK(count, top_k, best)
 
 
 def read_routed_experts(

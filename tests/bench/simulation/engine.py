@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from bench.simulation.costs import StepCosts, measure_work
 from bench.simulation.events import EventQueue
-from serve_llm.common.types import ModelInfo, Output, Request, Stats
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, ModelInfo, SchedulerStats
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.policy import TokenBudget
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.server.engines.replicas import Sink
 from serve_llm.server.metrics.meter import Meter
 
@@ -44,14 +44,14 @@ class SimulatedEngine:
         costs: StepCosts,
         events: EventQueue,
         meter: Meter,
-        on_admission: Callable[[Request, int], None],
+        on_admission: Callable[[EngineCoreRequest, int], None],
     ) -> None:
         """on_admission: called with a request and its number of cached tokens before its first output is delivered."""
         self.meter = meter
-        self.stats = Stats()
+        self.stats = SchedulerStats()
         self.facts = _describe(shape)
         self.scheduler = Scheduler(
-            [GroupLayout(shape.block_size, None)],
+            [KVCacheSpec(shape.block_size, None)],
             shape.num_blocks,
             max_num_seqs=shape.max_num_seqs,
             max_model_len=shape.max_model_len,
@@ -69,8 +69,8 @@ class SimulatedEngine:
         self._costs = costs
         self._events = events
         self._on_admission = on_admission
-        self._open: dict[int, tuple[Request, Sink]] = {}
-        self._finished_on_arrival: list[Output] = []
+        self._open: dict[int, tuple[EngineCoreRequest, Sink]] = {}
+        self._finished_on_arrival: list[EngineCoreOutput] = []
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # steps and the times when they were scheduled
         self._busy_until = 0.0
 
@@ -78,7 +78,7 @@ class SimulatedEngine:
     def ready(self) -> bool:
         return self.responds
 
-    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
+    def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> None:
         for request, sink in pairs:
             if self.is_dead:
                 continue  # messages to a dead process are lost
@@ -136,7 +136,7 @@ class SimulatedEngine:
         self._finished_on_arrival = []
         self._deliver(outputs)
 
-    def _deliver(self, outputs: Iterable[Output]) -> None:
+    def _deliver(self, outputs: Iterable[EngineCoreOutput]) -> None:
         for output in outputs:
             found = self._open.get(output.id)
             if found is None:

@@ -15,7 +15,7 @@ from bench.simulation.report import FleetReport, GapHistogram, Latencies, LossCo
 from bench.simulation.traces import PromptBuilder, TraceRequest, check_lengths
 from bench.workloads import percentile
 from serve_llm.common.errors import HostLost
-from serve_llm.common.types import FinishReason, Output, Request, Sampling
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling
 from serve_llm.server.admission.controller import AdmissionController, AdmissionRequest
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.engines.tracked_request import Replay, TrackedRequest
@@ -153,7 +153,7 @@ class FleetSimulator:
         history = [] if one.conversation is None else self._history.get(one.conversation, [])
         prompt_ids = self._prompts.build(stream.number, one, history)
         sampling = Sampling(max_tokens=one.output_tokens, seed=0, temperature=0.0)
-        request = Request(id=self._dispatcher.next_id(), prompt_ids=prompt_ids, sampling=sampling)
+        request = EngineCoreRequest(id=self._dispatcher.next_id(), prompt_ids=prompt_ids, sampling=sampling)
 
         def refuse(error: RequestError) -> None:
             self._end(stream, prompt_ids, refused=True)
@@ -179,7 +179,9 @@ class FleetSimulator:
         self.placed[tracked.engine] += 1
         self.replicas_of[stream.number] = tracked.engine
 
-    def _receive(self, stream: SimulatedStream, tracked: TrackedRequest, prompt_ids: list[int], output: Output) -> None:
+    def _receive(
+        self, stream: SimulatedStream, tracked: TrackedRequest, prompt_ids: list[int], output: EngineCoreOutput
+    ) -> None:
         assert not stream.ended, "an output after the end"
         if output.finish_reason is FinishReason.ERROR:
             raise AssertionError(f"request {stream.number} failed: {output.error}")
@@ -211,7 +213,7 @@ class FleetSimulator:
             self._history[one.conversation] = prompt_ids + [REPLY_ID] * stream.num_tokens
             self._schedule_turn(one.conversation)
 
-    def _on_admission(self, request: Request, cached_tokens: int) -> None:
+    def _on_admission(self, request: EngineCoreRequest, cached_tokens: int) -> None:
         if request.id not in self._first_ids:  # a replay has another id
             self._recomputed_tokens += len(request.prompt_ids) + len(request.output_ids) - cached_tokens
 

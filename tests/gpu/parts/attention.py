@@ -18,7 +18,7 @@ from serve_llm.engine.worker.memory import FP8_CACHE_CAPABILITIES
 from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.backends import flash_attention
-from serve_llm.kernels.backends.backend import AttentionForm, Features, Offer
+from serve_llm.kernels.backends.backend import AttentionForm, BackendRequirements, Offer
 from serve_llm.kernels.registry import Kernels
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}  # relative to each row's norm
@@ -228,7 +228,7 @@ def flash_offer(device: torch.device, case: Case) -> Offer:
     )
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     cache_dtype = cache_fp8.DTYPE if case.has_fp8_cache else case.dtype
-    return flash_attention.offer(Features(device, case.dtype, capability, {form}, cache_dtype=cache_dtype))
+    return flash_attention.offer(BackendRequirements(device, case.dtype, capability, {form}, cache_dtype=cache_dtype))
 
 
 def flash_checks(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], float], float]]:

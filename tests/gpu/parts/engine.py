@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from parts import common
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import Result, generate, greedy, make_engine
 from support.reference import reference_logprobs
@@ -39,7 +39,7 @@ def mixed_load(here: common.Place, folder: Path) -> None:
             {"temperature": 0.7, "min_p": 0.05, "bad_words_ids": ((1,), (2, 3))},
         )
         sampling = Sampling(**({"max_tokens": 24, "seed": number} | kinds[number % len(kinds)]))  # type: ignore[arg-type]
-        requests.append(Request(id=number, prompt_ids=prompt, sampling=sampling))
+        requests.append(EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling))
     arrivals = [rng.randrange(20) for _ in requests]
     sizes = {"max_num_seqs": 24, "max_num_batched_tokens": 64}
     expected = generate(make_engine(folder, device="cpu", **sizes), requests, arrivals)

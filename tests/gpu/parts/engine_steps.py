@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from parts import common
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import make_engine
 
@@ -77,7 +77,7 @@ def decoding_engine(
     engine = make_engine(Path(folder), **{**options, "max_num_seqs": batch + 4, "kv_cache_memory": memory})
     sampling = Sampling(max_tokens=output, temperature=0.0, seed=0)
     requests = [
-        Request(id=number, prompt_ids=prompt(context, number), sampling=sampling)
+        EngineCoreRequest(id=number, prompt_ids=prompt(context, number), sampling=sampling)
         for number, context in enumerate(contexts)
     ]
     engine.add_requests(requests)
@@ -134,12 +134,12 @@ class Arrivals:
         computed = []
         began = time.perf_counter()
         for ids in prompts:
-            self._engine.add_requests([Request(id=next(self._ids), prompt_ids=ids, sampling=sampling)])
+            self._engine.add_requests([EngineCoreRequest(id=next(self._ids), prompt_ids=ids, sampling=sampling)])
             computed.append(self._engine.step().stats.step_tokens)
         return (time.perf_counter() - began) / count, computed
 
 
-def first_token_seconds(engine: EngineCore, request: Request) -> float:
+def first_token_seconds(engine: EngineCore, request: EngineCoreRequest) -> float:
     """Return the seconds to the first token of a request that runs alone and ends with it."""
     assert not engine.has_work
     began = time.perf_counter()

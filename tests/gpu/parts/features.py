@@ -13,7 +13,7 @@ import torch
 
 from parts import common
 from parts.engine import prompts, tell_error
-from serve_llm.common.types import Adapter, Request
+from serve_llm.common.types import Adapter, EngineCoreRequest
 from serve_llm.engine.scheduler import speculation
 from serve_llm.engine.worker.memory import FP8_CACHE_CAPABILITIES
 from support.adapter_files import write_adapter
@@ -29,7 +29,11 @@ VECTOR_TOLERANCE = 1e-4
 
 
 def tell_same(
-    here: common.Place, name: str, requests: Sequence[Request], found: dict[int, Result], expected: dict[int, Result]
+    here: common.Place,
+    name: str,
+    requests: Sequence[EngineCoreRequest],
+    found: dict[int, Result],
+    expected: dict[int, Result],
 ) -> None:
     same = sum(found[request.id].token_ids == expected[request.id].token_ids for request in requests)
     here.report.check(f"{name}: tokens as on a CPU", same == len(requests), f"{same} of {len(requests)} requests")

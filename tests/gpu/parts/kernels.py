@@ -21,7 +21,7 @@ from serve_llm.kernels import torch_sampling as definition
 from serve_llm.kernels.delta_rule import DeltaRule
 from serve_llm.kernels.lora import ExpansionWeight, OutputScale
 from serve_llm.kernels.registry import Kernels
-from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSampling, LogitAdjustments
+from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSamplingKernels, LogitAdjustments
 from support import experts, grouped, triton_rounding
 
 BF16 = torch.bfloat16
@@ -180,7 +180,7 @@ def _plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: x @ weight.float().t()
 
 
-def drawing(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -> Found:
+def drawing(kernels: DeviceSamplingKernels, random: Numbers, rows: int, columns: int) -> Found:
     """Yield the shares of rows with a different answer: a draw at a boundary may go to either side."""
     logits = random(rows, columns) * 3
     pick = torch.Generator().manual_seed(2)
@@ -206,7 +206,7 @@ def drawing(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -
     yield "sampling: NaN is told", float(kernels.sample(broken, draws)[1] != -1), 0.5
 
 
-def log_probabilities(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -> Found:
+def log_probabilities(kernels: DeviceSamplingKernels, random: Numbers, rows: int, columns: int) -> Found:
     logits = random(rows, columns) * 3
     ids = torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(3)).to(random.device)
     ours, theirs = (version.log_softmax_gather(logits, ids, 20) for version in (kernels, definition))
@@ -215,7 +215,7 @@ def log_probabilities(kernels: DeviceSampling, random: Numbers, rows: int, colum
     yield "log-softmax", float((ours.logprob - theirs.logprob).abs().max()), 1e-5
 
 
-def penalties(kernels: DeviceSampling, random: Numbers, columns: int) -> Found:
+def penalties(kernels: DeviceSamplingKernels, random: Numbers, columns: int) -> Found:
     pick = torch.Generator().manual_seed(4)
     changed = torch.randperm(columns, generator=pick)[:SPAN_COLUMNS].sort().values.int()
     entries = torch.empty((len(changed), 4), dtype=torch.int32)

@@ -10,7 +10,7 @@ from floors import LLAMA_8B
 
 from parts import common
 from parts.engine_steps import prompt
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.worker.graphs import list_decode_sizes
 from support.engine import make_engine
@@ -25,7 +25,7 @@ def capture_ladder(engine: EngineCore, batch: int) -> list[int]:
     for number in range(batch):
         later = sum(size > number for size in list_decode_sizes(batch))  # sizes whose steps compute this sequence
         tokens = 2 + STEPS_OF_A_SIZE * later
-        requests.append(Request(id=number, prompt_ids=prompt(16, number), sampling=sampling(tokens)))
+        requests.append(EngineCoreRequest(id=number, prompt_ids=prompt(16, number), sampling=sampling(tokens)))
     engine.add_requests(requests)
     seen = []
     while engine.has_work:

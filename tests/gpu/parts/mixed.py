@@ -20,7 +20,7 @@ from floors import (
 
 from parts import common
 from parts.engine_steps import Arrivals, decoding_engine, first_token_seconds, forget, prompt, tell_kernels, timed_steps
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 
 STEPS = 40
 
@@ -68,10 +68,10 @@ def behind_a_prefix(here: common.Place, folder: str) -> None:
     while engine.has_work:
         engine.step()
     prefix, sampling = prompt(context, 1), Sampling(max_tokens=1, temperature=0.0, seed=0)
-    first_token_seconds(engine, Request(id=1, prompt_ids=prefix, sampling=sampling))
+    first_token_seconds(engine, EngineCoreRequest(id=1, prompt_ids=prefix, sampling=sampling))
     times = []
     for number in range(2, 9):
-        request = Request(id=number, prompt_ids=prefix + prompt(new, number), sampling=sampling)
+        request = EngineCoreRequest(id=number, prompt_ids=prefix + prompt(new, number), sampling=sampling)
         times.append(first_token_seconds(engine, request))
     took, name = statistics.median(times[2:]), f"{new} new tokens behind {context}"
     common.tell_step(here, name, took, spec, [(new, context + new)], found)

@@ -10,10 +10,20 @@ from hypothesis import strategies as st
 from serve_llm.common import messages
 from serve_llm.common.errors import CapacityError, EngineError, RankFailed
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import FinishReason, ModelInfo, Output, Request, Sampling, Stats, TokenLogprobs
+from serve_llm.common.types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ModelInfo,
+    Sampling,
+    SchedulerStats,
+    TokenLogprobs,
+)
 
 LOGPROBS = TokenLogprobs(-0.5, 1, [1, 2], [-0.5, -1.5])
-REQUEST = Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=5, seed=2**64 - 1, logit_bias={3: 1.0}))
+REQUEST = EngineCoreRequest(
+    id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=5, seed=2**64 - 1, logit_bias={3: 1.0})
+)
 FACTS = ModelInfo(
     architecture="X",
     max_model_len=1,
@@ -34,7 +44,9 @@ TO_ENGINE = [
 FROM_ENGINE = [
     messages.EngineReady(FACTS),
     messages.Failed("ModelError", "no"),
-    messages.StepOutputs([Output(1, [5], FinishReason.STOP, 5, 3, 0.1, [LOGPROBS], [LOGPROBS])], Stats(num_running=1)),
+    messages.EngineCoreOutputs(
+        [EngineCoreOutput(1, [5], FinishReason.STOP, 5, 3, 0.1, [LOGPROBS], [LOGPROBS])], SchedulerStats(num_running=1)
+    ),
 ]
 DIRECTIONS = [(messages.decode_to_engine, TO_ENGINE), (messages.decode_from_engine, FROM_ENGINE)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.common.types import Request, ThinkingBudget, TokenLogprobs
+from serve_llm.common.types import EngineCoreRequest, ThinkingBudget, TokenLogprobs
 from serve_llm.engine.scheduler import speculation
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.structured_output import state
@@ -43,7 +43,7 @@ STYLES: list[dict[str, object]] = [
 ]
 
 
-def make_requests(count: int = 20) -> list[Request]:
+def make_requests(count: int = 20) -> list[EngineCoreRequest]:
     grammars = [
         compile_grammar(json=SCHEMA),
         compile_grammar(json=SCHEMA, disable_any_whitespace=True),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.sampling.grammar_mask import NOTHING_LEFT
-from serve_llm.engine.worker.input_batch import BatchArrays
+from serve_llm.engine.worker.input_batch import HostInputs
 from support.engine import Result, generate, make_engine
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.grammars import EOS, compile_grammar, constrained, demo, ids_of, text_of
@@ -53,7 +53,7 @@ def grammars() -> list[str]:
     ]
 
 
-def mixed_requests(count: int) -> list[Request]:
+def mixed_requests(count: int) -> list[EngineCoreRequest]:
     styles: list[dict[str, object]] = [
         {},
         {"temperature": 0.0},
@@ -75,7 +75,7 @@ def mixed_requests(count: int) -> list[Request]:
     ]
 
 
-def count_steps(engine: EngineCore, requests: list[Request]) -> tuple[dict[int, Result], int]:
+def count_steps(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[int, Result], int]:
     before = engine.scheduler.stats().num_steps
     results = generate(engine, requests)
     return results, engine.step().stats.num_steps - before
@@ -144,7 +144,7 @@ def test_forced_ids_are_part_of_captured_steps(one_by_one: EngineCore, monkeypat
     compute_logits = graphs.logits
     sizes: list[int] = []
 
-    def watched_logits(arrays: BatchArrays, received: torch.Tensor | None) -> torch.Tensor:
+    def watched_logits(arrays: HostInputs, received: torch.Tensor | None) -> torch.Tensor:
         sizes.append(len(arrays.ids))
         return compute_logits(arrays, received)
 
@@ -181,8 +181,8 @@ def test_choices_and_cached_prefixes(engine: EngineCore, one_by_one: EngineCore)
     assert found[0].cached_tokens
 
 
-def run(engine: EngineCore, request: Request) -> list[Output]:
-    outputs: list[Output] = []
+def run(engine: EngineCore, request: EngineCoreRequest) -> list[EngineCoreOutput]:
+    outputs: list[EngineCoreOutput] = []
     engine.add_requests([request])
     while engine.has_work:
         outputs += engine.step().outputs
@@ -260,7 +260,7 @@ def test_bursts_of_forced_ids_keep_other_streams_going() -> None:
     engine.abort_requests([request.id for request in free])
 
 
-def run_until_decoding(engine: EngineCore, requests: list[Request]) -> None:
+def run_until_decoding(engine: EngineCore, requests: list[EngineCoreRequest]) -> None:
     engine.add_requests(requests)
     while sum(bool(output.token_ids) for output in engine.step().outputs) < len(requests):
         pass

@@ -9,19 +9,19 @@ import msgspec
 import pytest
 
 from serve_llm.common import messages
-from serve_llm.common.types import LOWEST_PRIORITY, EPLBStats, FinishReason, Request, Sampling
+from serve_llm.common.types import LOWEST_PRIORITY, EngineCoreRequest, EPLBStats, FinishReason, Sampling
 from serve_llm.engine.distributed.executor import Executor
 from serve_llm.engine.loop import PAUSE_SECONDS, WAITS_BEFORE_IDLE_WORK, EngineCore, run
 from serve_llm.engine.scheduler.output import RunnerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from support.config import CONFIG
 
 
 class CountingExecutor(Executor):
     """Every sampled id is the number of the step. Results come only when asked for, `depth` steps later."""
 
-    layout = CacheLayout((GroupLayout(8, None),), block_bytes=64, num_blocks=32)
+    layout = KVCacheConfig((KVCacheSpec(8, None),), block_bytes=64, num_blocks=32)
 
     def __init__(self, depth: int, fail_at: int | None = None) -> None:
         self.depth = depth
@@ -55,7 +55,7 @@ class ScriptedChannel:
     def __init__(self, script: list[list[messages.ToEngine]], quiet: int = 0) -> None:
         self.script = script
         self.quiet = quiet
-        self.sent: list[messages.StepOutputs] = []
+        self.sent: list[messages.EngineCoreOutputs] = []
 
     def receive(self, seconds):
         if self.script:
@@ -69,8 +69,8 @@ class ScriptedChannel:
         self.sent.append(messages.decode_from_engine(messages.encode(step)))
 
 
-def request(number: int, max_tokens: int) -> Request:
-    return Request(id=number, prompt_ids=[1] * 20, sampling=Sampling(max_tokens=max_tokens, seed=0))
+def request(number: int, max_tokens: int) -> EngineCoreRequest:
+    return EngineCoreRequest(id=number, prompt_ids=[1] * 20, sampling=Sampling(max_tokens=max_tokens, seed=0))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -160,7 +160,7 @@ def test_what_is_computed_is_shown_before_each_step_and_stays_when_a_step_fails(
 
     executor.execute = checked
     channel = ScriptedChannel(
-        [[messages.Submit([request(7, 5), Request(id=8, prompt_ids=[2], sampling=request(8, 5).sampling)])]]
+        [[messages.Submit([request(7, 5), EngineCoreRequest(id=8, prompt_ids=[2], sampling=request(8, 5).sampling)])]]
     )
     with pytest.raises(RuntimeError, match="worker broke"):
         run(
@@ -176,7 +176,7 @@ def test_what_is_computed_is_shown_before_each_step_and_stays_when_a_step_fails(
 def test_messages_survive_the_wire() -> None:
     sampling = Sampling(max_tokens=3, seed=2**64 - 1, logit_bias={5: -1.5}, bad_words_ids=((1, 2), (3,)), logprobs=2)
     message = messages.Submit(
-        [Request(id=9, prompt_ids=[1, 2], output_ids=[3], sampling=sampling, cache_salt="\u00e9")]
+        [EngineCoreRequest(id=9, prompt_ids=[1, 2], output_ids=[3], sampling=sampling, cache_salt="\u00e9")]
     )
     assert messages.decode_to_engine(messages.encode(message)) == message
 
@@ -211,7 +211,7 @@ def test_captures_begin_only_after_a_while_without_requests() -> None:
 def test_requests_come_before_captures() -> None:
     executor = CountingExecutor(depth=1)
     config = replace(CONFIG, device="cuda", enforce_eager=False, max_num_seqs=2)
-    request = Request(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0))
+    request = EngineCoreRequest(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0))
     channel = ScriptedChannel([[messages.Submit([request])]], quiet=WAITS_BEFORE_IDLE_WORK + 2)
     run(EngineCore(config, executor), channel)
     assert executor.captured == [1, 2] and executor.steps == 4 and len(channel.sent) >= 2

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from serve_llm.common.grammar import build_matcher, build_tokenizer
-from serve_llm.common.types import FinishReason, Output, Request, Sampling
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.sampling.grammar_mask import NOTHING_ALLOWED, NOTHING_LEFT, intersect
 from serve_llm.engine.sampling.logit_adjustments import SampleRow
@@ -33,9 +33,9 @@ def engine() -> EngineCore:
     return make_engine(demo(), **OPTIONS)
 
 
-def run(engine: EngineCore, requests: list[Request]) -> dict[int, list[Output]]:
+def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[int, list[EngineCoreOutput]]:
     """Return all outputs of requests that may end with an error."""
-    outputs: dict[int, list[Output]] = {request.id: [] for request in requests}
+    outputs: dict[int, list[EngineCoreOutput]] = {request.id: [] for request in requests}
     engine.add_requests(requests)
     while engine.has_work:
         for output in engine.step().outputs:
@@ -44,7 +44,7 @@ def run(engine: EngineCore, requests: list[Request]) -> dict[int, list[Output]]:
     return outputs
 
 
-def mixed_requests(count: int) -> list[Request]:
+def mixed_requests(count: int) -> list[EngineCoreRequest]:
     """Return requests with and without a grammar, with every kind of sampling; several differ only in their seed."""
     grammars = [compile_grammar(json=SCHEMA), compile_grammar(regex=WORD), "", compile_grammar(choice=["red", "blue"])]
     styles: list[dict[str, object]] = [
@@ -64,7 +64,7 @@ def mixed_requests(count: int) -> list[Request]:
     return requests
 
 
-def assert_valid(request: Request, result: Result) -> None:
+def assert_valid(request: EngineCoreRequest, result: Result) -> None:
     grammar = request.sampling.grammar
     ids = result.token_ids
     text = text_of(ids)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from serve_llm.common.types import FinishReason, Request, Sampling, ThinkingBudget
+from serve_llm.common.types import EngineCoreRequest, FinishReason, Sampling, ThinkingBudget
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.structured_output.thinking import ThinkingTracker
 from support.engine import generate, make_engine
@@ -34,11 +34,11 @@ def budget(num_tokens: int, **how: object) -> ThinkingBudget:
     return ThinkingBudget(num_tokens=num_tokens, close_ids=tuple(CLOSE), **({"is_open": True} | how))
 
 
-def thinking(number: int, chosen: ThinkingBudget, grammar: str = "", **sampling: object) -> Request:
+def thinking(number: int, chosen: ThinkingBudget, grammar: str = "", **sampling: object) -> EngineCoreRequest:
     given = {"max_tokens": 40, "seed": number, "temperature": 0.0} | sampling
     if grammar:
         grammar = json.dumps({"grammars": [{"lark_grammar": grammar}]})
-    return Request(
+    return EngineCoreRequest(
         id=number, prompt_ids=ids_of("import os\n"), sampling=Sampling(grammar=grammar, thinking=chosen, **given)
     )
 

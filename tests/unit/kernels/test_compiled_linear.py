@@ -16,7 +16,7 @@ from serve_llm.kernels import linear, registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.linear import Packer
-from serve_llm.kernels.invariance import FixedRows
+from serve_llm.kernels.invariance import PaddedLinear
 
 COMPILED = library.find()
 PACKERS = {} if COMPILED is None else {name: Packer(Library(COMPILED, name)) for name in Library(COMPILED).variants}
@@ -186,8 +186,8 @@ def test_what_a_model_is_built_with_passes_the_self_check(dtype: torch.dtype, ca
     caplog.set_level(logging.WARNING)
     chosen = registry.choose(torch.device("cpu"), dtype, {64})
     for shape in SHAPES:
-        assert not isinstance(chosen.pack(random(*shape, dtype=dtype)), FixedRows)
-        assert not isinstance(chosen.pack_int8(*int8_weights(*shape), None), FixedRows)
+        assert not isinstance(chosen.pack(random(*shape, dtype=dtype)), PaddedLinear)
+        assert not isinstance(chosen.pack_int8(*int8_weights(*shape), None), PaddedLinear)
     assert not caplog.messages
 
 

@@ -12,9 +12,9 @@ from serve_llm.kernels import activation, moe
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu import moe as compiled_moe
 from serve_llm.kernels.cpu.linear import Packer
-from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
+from serve_llm.kernels.cpu.linear_grouped import GroupQuantPacker
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from support.experts import Case, make_case
 
 PATH = library.find()
@@ -37,24 +37,24 @@ def pack_int8(packer: Packer, weight: Tensor, bias: Tensor | None) -> Linear:
     return packer.pack_int8((weight / scale).round().to(torch.int8), scale, bias)
 
 
-def pack_int4(packer: GroupedPacker, weight: Tensor, bias: Tensor | None, order: Tensor | None = None) -> Linear:
+def pack_int4(packer: GroupQuantPacker, weight: Tensor, bias: Tensor | None, order: Tensor | None = None) -> Linear:
     scales = weight.float().unflatten(1, (-1, GROUP)).abs().amax(2) / 7
     codes = (weight.float() / scales.repeat_interleave(GROUP, 1)).round().add(8).to(torch.uint8)
-    return packer.pack(GroupedWeight(codes, 4, scales, GROUP, order=order), bias)
+    return packer.pack(GroupQuantWeight(codes, 4, scales, GROUP, order=order), bias)
 
 
-def pack_table(packer: GroupedPacker, weight: Tensor, bias: Tensor | None) -> Linear:
+def pack_table(packer: GroupQuantPacker, weight: Tensor, bias: Tensor | None) -> Linear:
     scales = weight.float().unflatten(1, (-1, GROUP)).abs().amax(2) / 8
     codes = torch.arange(weight.numel()).view(weight.shape).remainder(16).to(torch.uint8)
-    return packer.pack(GroupedWeight(codes, 4, scales, GROUP, table=torch.arange(-8.0, 8.0)), bias)
+    return packer.pack(GroupQuantWeight(codes, 4, scales, GROUP, table=torch.arange(-8.0, 8.0)), bias)
 
 
 def find_pack(found: library.Library, kind: str) -> Callable[[Tensor, Tensor | None], Linear]:
     if kind == "int4":
-        grouped = GroupedPacker(found)
+        grouped = GroupQuantPacker(found)
         return lambda weight, bias: pack_int4(grouped, weight, bias)
     if kind == "table":
-        grouped = GroupedPacker(found)
+        grouped = GroupQuantPacker(found)
         return lambda weight, bias: pack_table(grouped, weight, bias)
     packer = Packer(found)
     if kind == "int8":
@@ -121,7 +121,7 @@ def test_other_layers_are_multiplied_one_by_one(found: library.Library, kind: st
     biases = case.biases
     assert biases is not None
     pack = find_pack(found, "int4")
-    grouped = GroupedPacker(found)
+    grouped = GroupQuantPacker(found)
     order = torch.arange(WIDTH).flip(0)
     firsts: dict[str, list[Linear]] = {
         "layers of two forms": [pack(case.first[0], None), pack(case.first[1], biases[0][1])],

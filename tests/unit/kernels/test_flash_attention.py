@@ -18,13 +18,13 @@ from reference import attention as definition
 from serve_llm.kernels import attention
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.backends import flash_attention
-from serve_llm.kernels.backends.backend import AttentionForm, Features
+from serve_llm.kernels.backends.backend import AttentionForm, BackendRequirements
 from serve_llm.kernels.backends.flash_attention import FlashAttention
 from support.flash_library import FlashLibrary
 from support.paged import make_sequence, run
 
 CPU = torch.device("cpu")
-H100 = Features(CPU, torch.bfloat16, (9, 0), {AttentionForm(128), AttentionForm(64, has_window=True)})
+H100 = BackendRequirements(CPU, torch.bfloat16, (9, 0), {AttentionForm(128), AttentionForm(64, has_window=True)})
 LATENT = AttentionForm(576, 512)
 
 
@@ -136,7 +136,7 @@ def test_the_log_names_the_commit(library: FlashLibrary, caplog: pytest.LogCaptu
         (replace(H100, attention_forms={AttentionForm(320, 256)}), "rows of 576 numbers, not 320"),
     ],
 )
-def test_what_it_does_not_compute(library: FlashLibrary, features: Features, reason: str) -> None:
+def test_what_it_does_not_compute(library: FlashLibrary, features: BackendRequirements, reason: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "kernels", None)  # nothing is searched for
         found = flash_attention.offer(features)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.invariance import FixedRows, Guard, LayerKind, differing_sizes
+from serve_llm.kernels.invariance import BatchInvarianceChecker, LayerKind, PaddedLinear, differing_sizes
 
 WEIGHT = torch.randn((24, 40), generator=torch.Generator().manual_seed(1))
 PRODUCT = LayerKind("a fake", 24, 40, torch.float32)
@@ -39,18 +39,18 @@ def by_company(x: Tensor) -> Tensor:
 def make_invariant(layer: object, caplog: pytest.LogCaptureFixture) -> tuple[object, list[str]]:
     caplog.set_level(logging.WARNING)
     caplog.clear()
-    return Guard().make_invariant(layer, PRODUCT), list(caplog.messages)  # type: ignore[arg-type]
+    return BatchInvarianceChecker().make_invariant(layer, PRODUCT), list(caplog.messages)  # type: ignore[arg-type]
 
 
 def test_a_right_layer_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert make_invariant(right, caplog) == (right, [])
-    assert make_invariant(FixedRows(another_way_for_few, 8), caplog)[1] == []
+    assert make_invariant(PaddedLinear(another_way_for_few, 8), caplog)[1] == []
 
 
 @pytest.mark.parametrize("fake", [another_way_for_few, another_way_for_the_last])
 def test_a_fake_kernel_is_caught(fake: object, caplog: pytest.LogCaptureFixture) -> None:
     layer, messages = make_invariant(fake, caplog)
-    assert isinstance(layer, FixedRows) and layer.rows == 32
+    assert isinstance(layer, PaddedLinear) and layer.rows == 32
     (line,) = messages
     assert "24 x 40 in float32 by a fake" in line and "32 rows at a time" in line
     assert differing_sizes(layer, PRODUCT, 100) == []
@@ -61,7 +61,7 @@ def test_a_fake_kernel_is_caught(fake: object, caplog: pytest.LogCaptureFixture)
 
 def test_where_no_number_is_safe_rows_come_alone(caplog: pytest.LogCaptureFixture) -> None:
     layer, messages = make_invariant(by_company, caplog)
-    assert isinstance(layer, FixedRows) and layer.rows == 1
+    assert isinstance(layer, PaddedLinear) and layer.rows == 1
     assert "row by row" in messages[0]
     x = torch.randn((5, 40))
     assert torch.equal(layer(x), torch.cat([by_company(row[None]) for row in x]))
@@ -69,7 +69,7 @@ def test_where_no_number_is_safe_rows_come_alone(caplog: pytest.LogCaptureFixtur
 
 def test_one_product_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    guard, calls = Guard(), []
+    guard, calls = BatchInvarianceChecker(), []
 
     def counted(x: Tensor) -> Tensor:
         calls.append(len(x))
@@ -79,10 +79,10 @@ def test_one_product_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
     tried = len(calls)
     second = guard.make_invariant(counted, PRODUCT)
     assert tried and len(calls) == tried and len(caplog.messages) == 1
-    assert isinstance(first, FixedRows) and isinstance(second, FixedRows)
+    assert isinstance(first, PaddedLinear) and isinstance(second, PaddedLinear)
     assert guard.make_invariant(right, LayerKind("another", 24, 40, torch.float32)) is right
 
 
 def test_layers_of_nothing_are_not_tried() -> None:
-    layer = Guard().make_invariant(torch.nn.Identity(), LayerKind("none", 0, 5, torch.float32))
+    layer = BatchInvarianceChecker().make_invariant(torch.nn.Identity(), LayerKind("none", 0, 5, torch.float32))
     assert isinstance(layer, torch.nn.Identity)

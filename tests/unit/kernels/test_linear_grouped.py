@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
-from serve_llm.kernels.linear_grouped import GroupedWeight, merge_rows, pack_grouped
+from serve_llm.kernels.cpu.linear_grouped import GroupQuantPacker
+from serve_llm.kernels.linear_grouped import GroupQuantWeight, merge_rows, pack_grouped
 
 PATH = library.find()
 VARIANTS = library.Library(PATH).variants if PATH is not None else ()
@@ -20,19 +20,19 @@ SHAPES = [(1, 8, 8), (37, 64, 32), (100, 200, 40), (64, 61, 64), (16, 512, 128),
 
 
 @pytest.fixture(params=VARIANTS)
-def packer(request: pytest.FixtureRequest) -> GroupedPacker:
+def packer(request: pytest.FixtureRequest) -> GroupQuantPacker:
     assert PATH is not None
-    return GroupedPacker(library.Library(PATH, request.param))
+    return GroupQuantPacker(library.Library(PATH, request.param))
 
 
-def random_weight(outputs: int, inputs: int, group_size: int, codes: str, offset: int = 0) -> GroupedWeight:
+def random_weight(outputs: int, inputs: int, group_size: int, codes: str, offset: int = 0) -> GroupQuantWeight:
     generator = torch.Generator().manual_seed(outputs + inputs)
     bits = 8 if codes in ("8 bits", "float8") else 4
     num_groups = -(-(inputs + offset) // group_size)
     found = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     if codes == "float8":
         found -= (found & 0x7F == 0x7F).byte()  # no NaN
-    return GroupedWeight(
+    return GroupQuantWeight(
         found,
         bits,
         torch.randn((outputs, num_groups), generator=generator) / 2**bits,
@@ -47,7 +47,7 @@ def random_rows(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> T
     return torch.randn((rows, inputs), generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
-def rounds_rows(packer: GroupedPacker, weight: GroupedWeight) -> bool:
+def rounds_rows(packer: GroupQuantPacker, weight: GroupQuantWeight) -> bool:
     """Return whether rows of bfloat16 are rounded to int8."""
     if weight.is_float8 or weight.table is not None:
         return False
@@ -55,7 +55,7 @@ def rounds_rows(packer: GroupedPacker, weight: GroupedWeight) -> bool:
     return variant in (("avx512_bf16", "amx") if weight.bits == 8 else ("avx2", "avx512", "avx512_bf16"))
 
 
-def round_rows(x: Tensor, weight: GroupedWeight) -> Tensor:
+def round_rows(x: Tensor, weight: GroupQuantWeight) -> Tensor:
     """Return rows x (rows, inputs) in float64, each group rounded to multiples of its largest magnitude / 127."""
     rounded = torch.zeros_like(x, dtype=torch.float64)
     groups = (torch.arange(x.shape[1]) + weight.offset) // weight.group_size
@@ -67,7 +67,7 @@ def round_rows(x: Tensor, weight: GroupedWeight) -> Tensor:
     return rounded
 
 
-def assert_close(packer: GroupedPacker, weight: GroupedWeight, bias: Tensor | None = None, rows: int = 5) -> None:
+def assert_close(packer: GroupQuantPacker, weight: GroupQuantWeight, bias: Tensor | None = None, rows: int = 5) -> None:
     assert packer.packs(weight)
     x = random_rows(rows, weight.shape[1])
     dense = weight.dequantise().double()
@@ -79,7 +79,7 @@ def assert_close(packer: GroupedPacker, weight: GroupedWeight, bias: Tensor | No
 
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_against_float64(packer: GroupedPacker, shape: tuple[int, int, int], codes: str) -> None:
+def test_against_float64(packer: GroupQuantPacker, shape: tuple[int, int, int], codes: str) -> None:
     outputs, inputs, group_size = shape
     weight = random_weight(outputs, inputs, group_size, codes)
     assert_close(packer, weight)
@@ -89,7 +89,7 @@ def test_against_float64(packer: GroupedPacker, shape: tuple[int, int, int], cod
 
 @pytest.mark.parametrize("kind", ["float8", "whole table", "fine table", "4 bits", "8 bits", "zeros", "minimums"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_of_bfloat16(packer: GroupedPacker, shape: tuple[int, int, int], kind: str) -> None:
+def test_rows_of_bfloat16(packer: GroupQuantPacker, shape: tuple[int, int, int], kind: str) -> None:
     """Some processors multiply values that bfloat16 represents exactly as such, which rounds sums slightly differently;
     for integer codes, most round the rows to int8."""
     outputs, inputs, group_size = shape
@@ -111,7 +111,7 @@ def test_rows_of_bfloat16(packer: GroupedPacker, shape: tuple[int, int, int], ki
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_zeros_minimums_order_and_halves(packer: GroupedPacker, codes: str) -> None:
+def test_zeros_minimums_order_and_halves(packer: GroupQuantPacker, codes: str) -> None:
     weight = random_weight(50, 96, 32, codes)
     more = torch.randn(weight.scales.shape)
     order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
@@ -124,16 +124,16 @@ def test_zeros_minimums_order_and_halves(packer: GroupedPacker, codes: str) -> N
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_a_part_that_begins_amid_a_group(packer: GroupedPacker, codes: str) -> None:
+def test_a_part_that_begins_amid_a_group(packer: GroupQuantPacker, codes: str) -> None:
     assert_close(packer, random_weight(40, 88, 32, codes, offset=8))
     assert not packer.packs(random_weight(40, 88, 32, codes, offset=3))
     assert not packer.packs(random_weight(40, 88, 22 if codes in ("8 bits", "float8") else 20, codes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_float8_number(packer: GroupedPacker, dtype: torch.dtype) -> None:
+def test_every_float8_number(packer: GroupQuantPacker, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(128, 2).repeat(1, 2)
-    weight = GroupedWeight(codes, 8, torch.ones(128, 1), 4, is_float8=True)
+    weight = GroupQuantWeight(codes, 8, torch.ones(128, 1), 4, is_float8=True)
     expected = codes.view(torch.float8_e4m3fn).float()
     for column in range(4):
         x = torch.zeros(1, 4, dtype=dtype)
@@ -145,7 +145,7 @@ def test_every_float8_number(packer: GroupedPacker, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("codes", ["4 bits", "8 bits"])
-def test_rows_that_cannot_be_rounded(packer: GroupedPacker, codes: str) -> None:
+def test_rows_that_cannot_be_rounded(packer: GroupQuantPacker, codes: str) -> None:
     layer = packer.pack(random_weight(20, 64, 32, codes), None)
     x = random_rows(6, 64, torch.bfloat16)
     wanted = layer(x)
@@ -163,7 +163,7 @@ def test_rows_that_cannot_be_rounded(packer: GroupedPacker, codes: str) -> None:
 
 @pytest.mark.parametrize("codes", ["table", "float8"])
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.bfloat16])
-def test_narrow_scales_and_divisors(packer: GroupedPacker, dtype: torch.dtype, codes: str) -> None:
+def test_narrow_scales_and_divisors(packer: GroupQuantPacker, dtype: torch.dtype, codes: str) -> None:
     weight = random_weight(50, 96, 16, codes)
     scales = weight.scales.abs().to(dtype)
     narrow = replace(weight, scales=scales if scales.element_size() == 1 else scales.float())
@@ -179,7 +179,7 @@ def test_narrow_scales_and_divisors(packer: GroupedPacker, dtype: torch.dtype, c
     assert torch.equal(replace(narrow, divisors=divisors).dequantise(), same)
 
 
-def test_extreme_scales(packer: GroupedPacker) -> None:
+def test_extreme_scales(packer: GroupQuantPacker) -> None:
     weight = replace(random_weight(4, 32, 8, "table"), table=torch.arange(16.0))
     exponents = torch.tensor([[0, 1, 127, 130]] * 3 + [[255, 127, 127, 127]], dtype=torch.uint8)
     powers = replace(weight, scales=exponents.view(torch.float8_e8m0fnu))
@@ -197,7 +197,7 @@ def test_extreme_scales(packer: GroupedPacker) -> None:
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize(("inputs", "group_size"), [(160, 32), (1208, 640)])  # the latter exceeds a block of codes
 def test_a_rows_bits_do_not_depend_on_the_others(
-    packer: GroupedPacker, inputs: int, group_size: int, codes: str, dtype: torch.dtype
+    packer: GroupQuantPacker, inputs: int, group_size: int, codes: str, dtype: torch.dtype
 ) -> None:
     weight = random_weight(150, inputs, group_size, codes, offset=8)
     if codes in ("table", "float8"):

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from serve_llm.kernels import torch_sampling as definition
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
-from serve_llm.kernels.cpu.sampling import CompiledSampling
+from serve_llm.kernels.cpu.sampling import CpuSamplingKernels
 from serve_llm.kernels.sampling import Draw
-from serve_llm.kernels.torch_sampling import SyncSampling
+from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 from support.matrix import mostly_slow
 
 COMPILED = library.find()
-REFERENCE = SyncSampling(definition)
+REFERENCE = SyncSamplingKernels(definition)
 FAST: dict[str, Any] = {}
 if COMPILED is not None:
-    FAST = {variant: CompiledSampling(Library(COMPILED, variant)) for variant in Library(COMPILED).variants}
+    FAST = {variant: CpuSamplingKernels(Library(COMPILED, variant)) for variant in Library(COMPILED).variants}
 BOTH = pytest.mark.parametrize("kernel", [*FAST.values(), REFERENCE], ids=[*FAST, "reference"])
 EVERY_FAST = pytest.mark.parametrize("kernel", FAST.values(), ids=FAST)
 GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
@@ -364,7 +364,7 @@ def test_a_library_with_another_draw_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert COMPILED is not None
     monkeypatch.setattr(Draw, "_fields", (*Draw._fields, "one_more"))
     with pytest.raises(OSError, match="was compiled from other sources; install serve-llm again"):
-        CompiledSampling(Library(COMPILED))
+        CpuSamplingKernels(Library(COMPILED))
 
 
 @BOTH

@@ -18,7 +18,7 @@ from serve_llm.cli import collect_env
 from serve_llm.kernels import registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
-from serve_llm.kernels.torch_sampling import SyncSampling
+from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 
 ROOT = Path(__file__).parents[3]
 COMPILED = library.find()
@@ -113,6 +113,6 @@ def test_a_library_of_another_processor_is_not_used(
     reason = f"{path.name} was compiled for other processors, or ONEDNN_MAX_CPU_ISA excludes this one; install again "
     assert collect_env.describe_kernels() == f"unusable: {reason}with CPU_KERNELS=all"
     registry.choose(torch.device("cpu"), torch.bfloat16, {64})
-    assert isinstance(registry.choose_sampling(torch.device("cpu")), SyncSampling)
+    assert isinstance(registry.choose_sampling(torch.device("cpu")), SyncSamplingKernels)
     (message,) = caplog.messages
     assert message.startswith("The model runs on plain torch operations, which is much slower: ") and reason in message

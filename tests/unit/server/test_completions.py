@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from serve_llm.common.types import Request
+from serve_llm.common.types import EngineCoreRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.schema.completions import Completion, CompletionLogprobs
 from support.fakes import logprobs_of
@@ -74,7 +74,7 @@ def test_every_form_of_prompt(served: Served, prompt: object) -> None:
 def test_choices_are_numbered_by_prompt_and_n_and_prompts_count_once(serve: Serve, model) -> None:
     texts = ["zero", "one", "two", "three"]
 
-    def script(request: Request) -> list[int]:
+    def script(request: EngineCoreRequest) -> list[int]:
         prompt = 0 if request.prompt_ids == [3] else 1
         return model.tokenizer.encode(texts[prompt * 2 + request.sampling.choice], add_special_tokens=False)
 

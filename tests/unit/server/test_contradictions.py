@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve_llm.common.types import FinishReason, Output
+from serve_llm.common.types import EngineCoreOutput, FinishReason
 from serve_llm.server.prompt.model import ServedModel
 from support.asgi import Call, Reply
 from support.serving import Served
@@ -42,7 +42,7 @@ def send(serve: Serve, model: ServedModel, path: str, *, stream: bool, num_steps
         (entry,) = served.engine.open.values()
         served.engine.open.clear()
         reason = FinishReason.ERROR
-        entry.sink(Output(entry.request.id, [], reason, error=MESSAGE, is_contradiction=True))
+        entry.sink(EngineCoreOutput(entry.request.id, [], reason, error=MESSAGE, is_contradiction=True))
         return await call.reply()
 
     return asyncio.run(run())

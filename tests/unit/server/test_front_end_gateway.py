@@ -53,7 +53,7 @@ def ask(port: int, content: bytes) -> tunnel.ToHost:
         (tunnel.encode(tunnel.Join("other")), OTHER_VERSION),
         (tunnel.encode(tunnel.Join(compute_protocol())), OTHER_VERSION),  # its streams may differ
         (b"\x93\x01\x02\x03", OTHER_VERSION),
-        (tunnel.encode(tunnel.Beat()), UNKNOWN),
+        (tunnel.encode(tunnel.Keepalive()), UNKNOWN),
         (tunnel.encode(StreamData(-1, b"GET / HTTP/1.1\r\n\r\n")), UNKNOWN),
     ],
 )
@@ -280,7 +280,7 @@ def test_an_error_ends_the_host_whose_message_it_is(
         for number, client in enumerate(clients):
             client.send(tunnel.encode(tunnel.Ready(f"host {number}", 1, "/model", "/there", None, None)))
             answer = client.receive(30.0)
-            assert answer is not None and tunnel.decode_to_host(answer) == tunnel.Beat()
+            assert answer is not None and tunnel.decode_to_host(answer) == tunnel.Keepalive()
         clients[0].send(tunnel.encode(tunnel.FrontEndStarted(1, 1)))
         while (answer := clients[0].receive(30.0)) is not None:
             if isinstance(tunnel.decode_to_host(answer), tunnel.Refused):

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_llm.common.types import Adapter, EPLBStats, FinishReason, OffloadStats, Request, Sampling, Stats
+from serve_llm.common.types import (
+    Adapter,
+    EngineCoreRequest,
+    EPLBStats,
+    FinishReason,
+    OffloadStats,
+    Sampling,
+    SchedulerStats,
+)
 from serve_llm.server.metrics.histogram import Histogram
 from serve_llm.server.metrics.meter import ChoiceTimes, Clock, Meter
 from serve_llm.server.metrics.usage import MAX_LABELS, OTHERS, UsageMeter
@@ -162,11 +170,13 @@ def test_the_number_of_labels_is_bounded() -> None:
     usage = UsageMeter()
     for number in range(300):
         adapter = Adapter(name=f"adapter-{number}", directory="", digest="")
-        usage.count(Request(id=number, prompt_ids=[1, 2], sampling=Sampling(max_tokens=9, seed=1), adapter=adapter), 3)
+        usage.count(
+            EngineCoreRequest(id=number, prompt_ids=[1, 2], sampling=Sampling(max_tokens=9, seed=1), adapter=adapter), 3
+        )
     counted = dict(usage.by_adapter.items())
     assert len(counted) == MAX_LABELS + 1 and counted[OTHERS].num_requests == 300 - MAX_LABELS
     assert sum(one.prompt_tokens for one in counted.values()) == 600
-    usage.count(Request(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=9, seed=1)), None)
+    usage.count(EngineCoreRequest(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=9, seed=1)), None)
     assert dict(usage.by_adapter.items()) == counted
     by_key = dict(usage.by_key.items())["0"]
     assert (by_key.num_requests, by_key.prompt_tokens, by_key.generation_tokens) == (301, 600, 900)
@@ -179,7 +189,9 @@ def test_an_adapter_that_is_no_longer_loaded_makes_room() -> None:
 
     def count(name: str) -> None:
         adapter = Adapter(name=name, directory="", digest="")
-        usage.count(Request(id=1, prompt_ids=[1], sampling=Sampling(max_tokens=9, seed=1), adapter=adapter), 3)
+        usage.count(
+            EngineCoreRequest(id=1, prompt_ids=[1], sampling=Sampling(max_tokens=9, seed=1), adapter=adapter), 3
+        )
 
     for name in sorted(loaded):
         count(name)
@@ -195,7 +207,7 @@ def test_an_adapter_that_is_no_longer_loaded_makes_room() -> None:
 
 def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
     drafts = {"num_drafts": 7, "num_draft_tokens": 21, "num_accepted_tokens": 9, "num_forced_tokens": 4}
-    served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5, **drafts, num_deferred=1)
+    served.engine.stats = SchedulerStats(3, 2, 0.25, 100, 40, 5, **drafts, num_deferred=1)
     text = served.get("/metrics").content.decode()
     waiting = dict(
         re.findall(r'^serve_llm_num_requests_waiting_by_reason{.*reason="(\w+)"} (\S+)$', text, re.MULTILINE)
@@ -220,7 +232,9 @@ def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
 
 
 def test_offloaded_blocks_by_tier(served: Served) -> None:
-    served.engine.stats = Stats(offload_memory=OffloadStats(num_blocks=3, num_hits=5), offload_disk=OffloadStats(9))
+    served.engine.stats = SchedulerStats(
+        offload_memory=OffloadStats(num_blocks=3, num_hits=5), offload_disk=OffloadStats(9)
+    )
     text = served.get("/metrics").content.decode()
     for name, tier, value in (
         ("blocks", "memory", 3),
@@ -232,7 +246,9 @@ def test_offloaded_blocks_by_tier(served: Served) -> None:
 
 
 def test_the_expert_load_balancer(served: Served) -> None:
-    served.engine.stats = Stats(eplb=EPLBStats(3, 7, 7000, mean_rows=60.0, busiest_rows=120.0, busiest_rows_after=80.0))
+    served.engine.stats = SchedulerStats(
+        eplb=EPLBStats(3, 7, 7000, mean_rows=60.0, busiest_rows=120.0, busiest_rows_after=80.0)
+    )
     found = dict(re.findall(r"^serve_llm_eplb_(\w+{.*}) (\S+)$", served.get("/metrics").content.decode(), re.MULTILINE))
     labels = f'engine="0",model_name="{served.model.names[0]}"'
     assert found == {
@@ -247,8 +263,8 @@ def test_the_expert_load_balancer(served: Served) -> None:
 def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve) -> None:
     served = serve(num_engines=2)
     usages = [served.complete(prompt=["a", "b", "c"], n=2, max_tokens=5).json()["usage"] for _ in range(3)]
-    served.engines[0].stats = Stats(1, 0, 0.5, 70, 7)
-    served.engines[1].stats = Stats(2, 4, 0.25, 100, 40)
+    served.engines[0].stats = SchedulerStats(1, 0, 0.5, 70, 7)
+    served.engines[1].stats = SchedulerStats(2, 4, 0.25, 100, 40)
     samples: dict[str, list[float]] = {}
     for family in text_string_to_metric_families(served.get("/metrics").content.decode()):
         for sample in family.samples:
@@ -295,10 +311,10 @@ def test_times_of_a_choice_add_up() -> None:
     times = iter([0.0, 10.0, 12.0, 13.0])
     meter = Meter(Clock(lambda: next(times)))
     choice = ChoiceTimes(arrival=1.0, submitted=2.0)
-    meter.count_step(Stats())
+    meter.count_step(SchedulerStats())
     meter.count_first_output(choice, 5.0)
     choice.last_token = meter.count_tokens(1, None)
-    meter.count_step(Stats())
+    meter.count_step(SchedulerStats())
     choice.last_token = meter.count_tokens(1, choice.last_token)
     meter.count_finished(FinishReason.STOP, 2, 9, choice, 3)
     found = (meter.time_to_first_token, meter.queue_time, meter.prefill_time, meter.decode_time, meter.inference_time)
@@ -365,9 +381,9 @@ def test_histogram(values: list[float]) -> None:
 def test_several_tokens_at_once_share_the_time_between_steps() -> None:
     times = iter([0.0, 10.0, 10.6])
     meter = Meter(Clock(lambda: next(times)))
-    meter.count_step(Stats(step_tokens=9))
+    meter.count_step(SchedulerStats(step_tokens=9))
     first = meter.count_tokens(1, None)
-    meter.count_step(Stats())
+    meter.count_step(SchedulerStats())
     assert meter.count_tokens(3, first) == 10.6
     assert meter.generation_tokens == 4
     assert meter.inter_token_latency.cumulative_buckets()[-1] == ("+Inf", 3)

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_llm.common.types import FinishReason, Output
+from serve_llm.common.types import EngineCoreOutput, FinishReason
 from serve_llm.server.dialects.parser import DialectParser
 from serve_llm.server.dialects.pieces import ContentPiece, Piece
 from serve_llm.server.dialects.tool import Tool
@@ -59,7 +59,7 @@ def run(
         size = sizes[number % len(sizes)]
         part = ids[start : start + size]
         start += size
-        output = Output(0, part, FinishReason.LENGTH if start >= len(ids) else None)
+        output = EngineCoreOutput(0, part, FinishReason.LENGTH if start >= len(ids) else None)
         if params.logprobs is not None:
             output.logprobs = [logprobs_of(token_id, params.logprobs) for token_id in part]
         if number == 0 and (params.prompt_logprobs is not None or (echo is not None and params.logprobs is not None)):
@@ -165,7 +165,7 @@ def test_tokens_after_a_stop_string_are_not_counted(model: ServedModel) -> None:
 def test_an_eos_id_counts_without_text_or_stop_reason(model: ServedModel) -> None:
     processor = OutputProcessor(0, PROMPT, SamplingParams(), DetokenizerFactory(model.tokenizer), (EOS,), None)
     word = model.tokenizer.encode("a", add_special_tokens=False)
-    processor.push(Output(0, [*word, EOS], FinishReason.STOP, EOS))
+    processor.push(EngineCoreOutput(0, [*word, EOS], FinishReason.STOP, EOS))
     delta = processor.take()
     assert (delta.text, delta.token_ids, delta.stop_reason) == ("a", [*word, EOS], None)
     assert processor.num_tokens == 2
@@ -176,8 +176,8 @@ def test_a_stop_id_is_the_stop_reason_and_shown_only_on_request(model: ServedMod
     for include, text in ((False, "a"), (True, "ab")):
         params = SamplingParams(stop_token_ids=b, include_stop_str_in_output=include)
         processor = OutputProcessor(0, PROMPT, params, DetokenizerFactory(model.tokenizer), (EOS,), None)
-        processor.push(Output(0, a))
-        processor.push(Output(0, b, FinishReason.STOP, b[0]))
+        processor.push(EngineCoreOutput(0, a))
+        processor.push(EngineCoreOutput(0, b, FinishReason.STOP, b[0]))
         delta = processor.take()
         assert (delta.text, delta.stop_reason) == (text, b[0])
 
@@ -206,16 +206,16 @@ def test_prompt_logprobs_come_once_and_only_on_request(model: ServedModel) -> No
         processor = OutputProcessor(
             0, PROMPT, SamplingParams(prompt_logprobs=asked), DetokenizerFactory(model.tokenizer), (), None
         )
-        processor.push(Output(0, [50], prompt_logprobs=[logprobs_of(PROMPT[1], 1)]))
+        processor.push(EngineCoreOutput(0, [50], prompt_logprobs=[logprobs_of(PROMPT[1], 1)]))
         assert processor.take().prompt_logprobs == found
-        processor.push(Output(0, [50]))
+        processor.push(EngineCoreOutput(0, [50]))
         assert processor.take().prompt_logprobs is None
 
 
 def test_no_tokens_at_all(model: ServedModel) -> None:
     half_character = model.tokenizer.encode("\U0001f600", add_special_tokens=False)[:1]
     processor = OutputProcessor(0, half_character, SamplingParams(), DetokenizerFactory(model.tokenizer), (), "p")
-    processor.push(Output(0, [], FinishReason.LENGTH))
+    processor.push(EngineCoreOutput(0, [], FinishReason.LENGTH))
     delta = processor.take()
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("p", [], FinishReason.LENGTH)
 

@@ -13,10 +13,10 @@ import pytest
 from serve_llm.common.options.limits import Limits
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from serve_llm.server.prompt.jobs import Context
+from serve_llm.server.prompt.jobs import JobContext
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import SMALL_BYTES, PromptPool
-from serve_llm.server.prompt.text_jobs import Tokens
+from serve_llm.server.prompt.text_jobs import TokenizeResult
 from support.fakes import facts
 from support.matrix import mostly_slow
 from support.serving import Served
@@ -28,7 +28,7 @@ ALLOWED = {"trust_request_chat_template": True, "limit": ("prompt-seconds=1", "t
 @pytest.fixture
 def pool(model: ServedModel) -> Iterator[PromptPool]:
     options = make_options("demo", limit=("prompt-seconds=1",))
-    made = PromptPool(Context(model, facts(), options.limits), options)
+    made = PromptPool(JobContext(model, facts(), options.limits), options)
     yield made
     made.close()
 
@@ -46,22 +46,22 @@ def large(text: str = "x") -> bytes:
 
 
 def test_a_worker_returns_what_this_process_returns(alone: PromptPool, model: ServedModel) -> None:
-    made = asyncio.run(alone.run("tokenize", large(), Tokens))
+    made = asyncio.run(alone.run("tokenize", large(), TokenizeResult))
     assert made.ids == model.tokenizer.encode("x" * SMALL_BYTES, add_special_tokens=True)
     (worker,) = alone._workers
-    again = asyncio.run(alone.run("tokenize", large(), Tokens))
+    again = asyncio.run(alone.run("tokenize", large(), TokenizeResult))
     assert again == made and alone._workers == {worker}, "the same process"
 
 
 def test_errors_come_back_as_they_are(pool: PromptPool) -> None:
     with pytest.raises(InvalidRequest, match="unknown field x") as caught:
-        asyncio.run(pool.run("tokenize", b'{"x": "' + b"y" * SMALL_BYTES + b'"}', Tokens))
+        asyncio.run(pool.run("tokenize", b'{"x": "' + b"y" * SMALL_BYTES + b'"}', TokenizeResult))
     assert caught.value.param == "x"
 
 
 @pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_a_process_that_dies_or_hangs_is_replaced(alone: PromptPool, number: signal.Signals) -> None:
-    asyncio.run(alone.run("tokenize", large(), Tokens))
+    asyncio.run(alone.run("tokenize", large(), TokenizeResult))
     (worker,) = alone._workers
     os.kill(worker._process.pid, number)
     if number == signal.SIGKILL:
@@ -69,26 +69,26 @@ def test_a_process_that_dies_or_hangs_is_replaced(alone: PromptPool, number: sig
     else:
         began = time.monotonic()
         with pytest.raises(InvalidRequest, match="more than 1 s"):
-            asyncio.run(alone.run("tokenize", large(), Tokens))
+            asyncio.run(alone.run("tokenize", large(), TokenizeResult))
         assert time.monotonic() - began < 30
-    assert asyncio.run(alone.run("tokenize", large(), Tokens)).ids
+    assert asyncio.run(alone.run("tokenize", large(), TokenizeResult)).ids
 
 
 def test_a_bug_in_a_worker_is_not_the_clients_fault(pool: PromptPool) -> None:
     with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
-        asyncio.run(pool.run("nonsense", large(), Tokens))
+        asyncio.run(pool.run("nonsense", large(), TokenizeResult))
 
 
 def test_a_crowd_is_refused_and_deadlines_hold(pool: PromptPool) -> None:
     async def crowd() -> list[object]:
-        jobs = (pool.run("tokenize", large(), Tokens, time.perf_counter() - 1) for _ in range(5))
+        jobs = (pool.run("tokenize", large(), TokenizeResult, time.perf_counter() - 1) for _ in range(5))
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     pool._job_seconds = 30.0  # as after many malicious requests
     *late, refused = asyncio.run(crowd())
     assert [type(one) for one in late] == [DeadlineExceeded] * 4
     assert isinstance(refused, Unavailable) and refused.retry_after == 40
-    assert asyncio.run(pool.run("tokenize", large(), Tokens)).ids
+    assert asyncio.run(pool.run("tokenize", large(), TokenizeResult)).ids
 
 
 def test_small_requests_start_no_process(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from serve_llm.common.errors import EngineDead
-from serve_llm.common.types import FinishReason, Output, Request, Sampling
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling
 from serve_llm.server.admission.recent_requests import MAX_REQUESTS, RecentRequests, RequestLabel
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.engines.tracked_request import TrackedRequest
@@ -134,7 +134,7 @@ def test_replays_and_errors() -> None:
         replicas = Replicas(engines)
         recent = RecentRequests(replicas.clock)
         sampling = Sampling(max_tokens=9, seed=1)
-        request = Request(id=replicas.next_id(), prompt_ids=[1, 2], sampling=sampling, tenant=3)
+        request = EngineCoreRequest(id=replicas.next_id(), prompt_ids=[1, 2], sampling=sampling, tenant=3)
         tracked = replicas.submit_many([(request, lambda output: None)])
         opened = recent.open(RequestLabel("id", "/v1/completions"), 3, tracked)
         first = tracked[0].engine
@@ -158,7 +158,7 @@ def make_tracked(clock: Clock) -> TrackedRequest:
         def on_finish(self, tracked: TrackedRequest) -> None: ...
         def on_cleared(self, tracked: TrackedRequest) -> None: ...
 
-    request = Request(id=1, prompt_ids=[1], sampling=Sampling(max_tokens=9, seed=1))
+    request = EngineCoreRequest(id=1, prompt_ids=[1], sampling=Sampling(max_tokens=9, seed=1))
     return TrackedRequest(request, lambda output: None, Observer(), Meter(clock))
 
 
@@ -170,10 +170,10 @@ def test_phases_add_up() -> None:
     request = recent.open(RequestLabel(), 0, [tracked])
     now = 15.0
     clock.advance()
-    tracked.receive(Output(1, [7], cached_tokens=0, queued_seconds=2.0))
+    tracked.receive(EngineCoreOutput(1, [7], cached_tokens=0, queued_seconds=2.0))
     now = 22.0
     clock.advance()
-    tracked.receive(Output(1, [7], finish_reason=FinishReason.LENGTH))
+    tracked.receive(EngineCoreOutput(1, [7], finish_reason=FinishReason.LENGTH))
     now = 99.0  # the client reads slowly
     recent.close(request, is_whole=True)
     (record,) = recent.list_records()

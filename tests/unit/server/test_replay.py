@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from serve_llm.common.errors import EngineDead
-from serve_llm.common.types import FinishReason, Output, Request, Sampling, Stats
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling, SchedulerStats
 from serve_llm.server.engines.quarantine import CLEARING_TOKENS, SUSPECT_DEATHS
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.metrics.meter import Clock, Meter
@@ -26,9 +26,9 @@ class Sink:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.outputs: list[Output] = []
+        self.outputs: list[EngineCoreOutput] = []
 
-    def __call__(self, output: Output) -> None:
+    def __call__(self, output: EngineCoreOutput) -> None:
         assert not self.outputs or self.outputs[-1].finish_reason is None, "output after the final one"
         self.ids += output.token_ids
         self.outputs.append(output)
@@ -55,7 +55,7 @@ class Deployment:
     def submit(self, number: int, max_tokens: int = 40, **sampling: object) -> list[Sink]:
         sinks = [Sink() for _ in range(number)]
         chosen = Sampling(max_tokens=max_tokens, seed=7, **sampling)
-        requests = [Request(id=self.replicas.next_id(), prompt_ids=[1, 2, 3], sampling=chosen) for _ in sinks]
+        requests = [EngineCoreRequest(id=self.replicas.next_id(), prompt_ids=[1, 2, 3], sampling=chosen) for _ in sinks]
         self.replicas.submit_many(zip(requests, sinks, strict=True))
         return sinks
 
@@ -324,12 +324,12 @@ def test_give_up_ends_all_requests_with_the_cause() -> None:
 def test_counters_never_decrease() -> None:
     async def run() -> None:
         one = Deployment()
-        one.engines[0].stats = Stats(2, 1, 0.5, 100, 40, 5, 9, 7, 6, 20, 8)
+        one.engines[0].stats = SchedulerStats(2, 1, 0.5, 100, 40, 5, 9, 7, 6, 20, 8)
         one.kill()
-        assert one.replicas.engines[0].stats == Stats(0, 0, 0.0, 100, 40, 5, 9, 0, 6, 20, 8)
+        assert one.replicas.engines[0].stats == SchedulerStats(0, 0, 0.0, 100, 40, 5, 9, 0, 6, 20, 8)
         one.restart()
-        one.engines[0].stats = Stats(1, 0, 0.25, 10, 4, 1, 2, 3, 1, 2, 2)
-        assert one.replicas.engines[0].stats == Stats(1, 0, 0.25, 110, 44, 6, 11, 3, 7, 22, 10)
+        one.engines[0].stats = SchedulerStats(1, 0, 0.25, 10, 4, 1, 2, 3, 1, 2, 2)
+        assert one.replicas.engines[0].stats == SchedulerStats(1, 0, 0.25, 110, 44, 6, 11, 3, 7, 22, 10)
 
     asyncio.run(run())
 

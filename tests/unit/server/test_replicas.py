@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from serve_llm.common.types import EPLBStats, Output, Request, Sampling, Stats
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, EPLBStats, Sampling, SchedulerStats
 from serve_llm.server.engines.replica import Replica
 from serve_llm.server.engines.replicas import Replicas
 from support.asgi import Call
@@ -19,15 +19,17 @@ def engines(number: int, **changed: object) -> list[ScriptedEngine]:
     return [ScriptedEngine(lambda request: [5], automatic=False, **changed) for _ in range(number)]
 
 
-def request(number: int, prompt_ids: list[int], choice: int = 0, max_tokens: int = 2) -> Request:
-    return Request(id=number, prompt_ids=prompt_ids, sampling=Sampling(max_tokens=max_tokens, seed=0, choice=choice))
+def request(number: int, prompt_ids: list[int], choice: int = 0, max_tokens: int = 2) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        id=number, prompt_ids=prompt_ids, sampling=Sampling(max_tokens=max_tokens, seed=0, choice=choice)
+    )
 
 
-def discard(output: Output) -> None:
+def discard(output: EngineCoreOutput) -> None:
     """A sink that drops its outputs."""
 
 
-def submit(replicas: Replicas, requests: list[Request]) -> list[int]:
+def submit(replicas: Replicas, requests: list[EngineCoreRequest]) -> list[int]:
     """Submit requests. Returns the engine of each."""
     return [tracked.engine for tracked in replicas.submit_many([(one, discard) for one in requests])]
 
@@ -201,14 +203,14 @@ def test_counters_of_the_expert_load_balancer_outlive_a_process() -> None:
     first, second = ScriptedEngine(lambda request: [5]), ScriptedEngine(lambda request: [5])
     replica = Replica(first.meter, first)
     assert replica.stats.eplb is None
-    first.stats = Stats(eplb=EPLBStats(2, 4, 400, 5.0, 8.0, 6.0))
+    first.stats = SchedulerStats(eplb=EPLBStats(2, 4, 400, 5.0, 8.0, 6.0))
     replica.mark_lost()
     assert replica.stats.eplb == EPLBStats(2, 4, 400)
     replica.replace(second)
     assert replica.stats.eplb == EPLBStats(2, 4, 400)
-    second.stats = Stats(eplb=EPLBStats(1, 3, 300, 5.0, 8.0, 6.0))
+    second.stats = SchedulerStats(eplb=EPLBStats(1, 3, 300, 5.0, 8.0, 6.0))
     assert replica.stats.eplb == EPLBStats(3, 7, 700, 5.0, 8.0, 6.0)
 
 
-def keep_in(ids: list[int]) -> Callable[[Output], None]:
+def keep_in(ids: list[int]) -> Callable[[EngineCoreOutput], None]:
     return lambda output: ids.extend(output.token_ids)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from serve_llm.common.types import Stats
+from serve_llm.common.types import SchedulerStats
 from serve_llm.server.metrics import stats_log
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.metrics.stats_log import StatsLogger
@@ -19,7 +19,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.meter = Meter(Clock())
-        self.stats = Stats()
+        self.stats = SchedulerStats()
 
 
 def test_an_interval_with_steps_is_one_line_and_one_without_is_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,7 +30,7 @@ def test_an_interval_with_steps_is_one_line_and_one_without_is_none(caplog: pyte
         assert caplog.records == []
 
         engine.meter.count_prompt(300, 100, 1)
-        engine.stats = Stats(2, 1, 0.25, 300, 150, 0, 1, 300)
+        engine.stats = SchedulerStats(2, 1, 0.25, 300, 150, 0, 1, 300)
         engine.meter.count_tokens(50, None)
         log.log_interval(10.0)
         assert [record.getMessage() for record in caplog.records] == [
@@ -41,12 +41,14 @@ def test_an_interval_with_steps_is_one_line_and_one_without_is_none(caplog: pyte
         assert len(caplog.records) == 1
 
         engine.meter.count_tokens(20, None)
-        engine.stats = Stats(1, 0, 0.25, 300, 150, 0, 2, 1)
+        engine.stats = SchedulerStats(1, 0, 0.25, 300, 150, 0, 2, 1)
         log.log_interval(10.0)
         assert "generation throughput: 2.0 tokens/s" in caplog.records[1].getMessage(), "since the last line"
         assert "draft" not in caplog.records[1].getMessage()
 
-        engine.stats = Stats(1, 0, 0.25, 300, 150, 0, 3, 1, num_drafts=2, num_draft_tokens=8, num_accepted_tokens=6)
+        engine.stats = SchedulerStats(
+            1, 0, 0.25, 300, 150, 0, 3, 1, num_drafts=2, num_draft_tokens=8, num_accepted_tokens=6
+        )
         log.log_interval(10.0)
         assert caplog.records[2].getMessage().endswith(", draft tokens: 8, accepted: 75.0%")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from serve_llm.common.types import FinishReason, Output
+from serve_llm.common.types import EngineCoreOutput, FinishReason
 from serve_llm.server.http.body_writer import BODY_WRITER
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.response.messages import MessageEncoder
@@ -162,7 +162,7 @@ def test_a_generation_that_the_engine_aborts_is_an_error(served: Served, path: s
             await asyncio.sleep(0)
         (entry,) = served.engine.open.values()
         served.engine.open.clear()
-        entry.sink(Output(id=entry.request.id, token_ids=[], finish_reason=FinishReason.ABORT))
+        entry.sink(EngineCoreOutput(id=entry.request.id, token_ids=[], finish_reason=FinishReason.ABORT))
         return (await call.reply()).content
 
     last = read_events(asyncio.run(scenario()))[-1]

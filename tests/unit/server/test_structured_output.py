@@ -13,11 +13,11 @@ import pytest
 
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http.errors import InvalidRequest
-from serve_llm.server.prompt.context import Context
-from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.context import JobContext
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool, PromptWorker
-from serve_llm.server.prompt.text_jobs import Tokens
+from serve_llm.server.prompt.text_jobs import TokenizeResult
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.structured_output.checker import GrammarChecker
 from serve_llm.server.structured_output.compiler import Grammar, GrammarCompiler, compute_key
@@ -41,7 +41,7 @@ def compiler() -> GrammarCompiler:
 @pytest.fixture
 def pool(model: ServedModel) -> Iterator[PromptPool]:
     options = make_options("demo", limit=("prompt-seconds=2",))
-    made = PromptPool(Context(model, facts(), options.limits), options)
+    made = PromptPool(JobContext(model, facts(), options.limits), options)
     yield made
     made.close()
 
@@ -261,7 +261,7 @@ def test_a_bomb_ends_while_others_are_read(pool: PromptPool, bomb: dict[str, obj
 
     async def send(name: str, kind: str, content: bytes) -> None:
         try:
-            await pool.run(kind, content, Generate if kind == "completion" else Tokens)
+            await pool.run(kind, content, ValidGenerateRequest if kind == "completion" else TokenizeResult)
         except InvalidRequest:
             name = f"{name} refused"
         ended.append(name)
@@ -288,7 +288,7 @@ def test_a_killed_compilation_names_its_parameter_and_is_not_tried_again(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, padding: int
 ) -> None:
     options = make_options("demo", limit=("prompt-seconds=0.4",))  # less than the grammar takes on any processor
-    pool = PromptPool(Context(model, facts(), options.limits), options)
+    pool = PromptPool(JobContext(model, facts(), options.limits), options)
     started: list[PromptWorker] = []
     start = PromptWorker.__init__
 
@@ -303,21 +303,21 @@ def test_a_killed_compilation_names_its_parameter_and_is_not_tried_again(
         with pytest.raises(
             InvalidRequest, match=r"regex: it is too complex: compiling it took more than 0\.4 s"
         ) as caught:
-            asyncio.run(pool.run("completion", body, Generate))
+            asyncio.run(pool.run("completion", body, ValidGenerateRequest))
         assert caught.value.param == "structured_outputs.regex"
-    asyncio.run(pool.run("completion", b'{"prompt": "x"}', Generate))
+    asyncio.run(pool.run("completion", b'{"prompt": "x"}', ValidGenerateRequest))
     assert len([worker for worker in started if not worker.is_usable]) == 1, "one worker was killed"
     pool.close()
 
 
 def test_a_killed_compilation_of_a_part_names_the_part(model: ServedModel) -> None:
     options = make_options("demo", limit=("prompt-seconds=0.4",))
-    pool = PromptPool(Context(model, facts(), options.limits), options)
+    pool = PromptPool(JobContext(model, facts(), options.limits), options)
     wanted = {"json": {}, "whitespace_pattern": "(a{1000}){1000}{1000}"}
     body = json.dumps({"prompt": "x", "structured_outputs": wanted}).encode()
     for _ in range(2):
         with pytest.raises(InvalidRequest) as caught:
-            asyncio.run(pool.run("completion", body, Generate))
+            asyncio.run(pool.run("completion", body, ValidGenerateRequest))
         assert caught.value.param == "structured_outputs.whitespace_pattern"
         assert caught.value.message.startswith("structured_outputs.whitespace_pattern: it is too complex: compiling")
     pool.close()
@@ -327,12 +327,12 @@ def test_a_killed_compilation_of_a_schema_names_the_keyword(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = make_options("demo", limit=("prompt-seconds=0.4",))
-    pool = PromptPool(Context(model, facts(), options.limits), options)
+    pool = PromptPool(JobContext(model, facts(), options.limits), options)
     schema = {"type": "string", "pattern": "^(a{1000}){1000}{1000}$", "$defs": {"b": {}}}
     body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}}).encode()
     for _ in range(2):
         with pytest.raises(InvalidRequest) as caught:
-            asyncio.run(pool.run("completion", body, Generate))
+            asyncio.run(pool.run("completion", body, ValidGenerateRequest))
         assert caught.value.param == "structured_outputs.json"
         assert caught.value.message.startswith("structured_outputs.json: pattern: it is too complex: compiling it took")
     pool.close()
@@ -340,7 +340,7 @@ def test_a_killed_compilation_of_a_schema_names_the_keyword(
 
 def test_a_worker_shares_its_grammars_with_the_server(pool: PromptPool) -> None:
     body = json.dumps({"prompt": "x", "structured_outputs": {"regex": "[a-z]"}}).encode() + b" " * 9000
-    request = asyncio.run(pool.run("completion", body, Generate)).request
+    request = asyncio.run(pool.run("completion", body, ValidGenerateRequest)).request
     grammar = compile_grammar(regex="[a-z]")
     assert request.samplings[0].grammar == grammar
     assert pool.grammars.get(compute_key(StructuredOutputs(regex="[a-z]"))) == Grammar(grammar)

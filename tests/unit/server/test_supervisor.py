@@ -11,7 +11,7 @@ import pytest
 from serve_llm.common.errors import EngineDead, HostLost, PeerLost, RankFailed, ServeError
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.server.engines import supervisor
 from serve_llm.server.engines.process import EngineDeath
 from serve_llm.server.engines.supervisor import Supervisor
@@ -231,7 +231,9 @@ def test_engines_are_added_and_removed_while_others_serve(made: list[Process]) -
         await replace(supervisor, made, 4)
         assert made[3].index == 1
 
-        requests = [Request(id=n, prompt_ids=[n], sampling=Sampling(max_tokens=2, seed=0)) for n in (101, 102, 103)]
+        requests = [
+            EngineCoreRequest(id=n, prompt_ids=[n], sampling=Sampling(max_tokens=2, seed=0)) for n in (101, 102, 103)
+        ]
         tracked = replicas.submit_many([(request, lambda output: None) for request in requests])
         assert sorted(one.engine for one in tracked) == [0, 1, 2]
         removing = asyncio.ensure_future(supervisor.remove_engine(60.0))
@@ -302,7 +304,9 @@ def test_an_engine_that_dies_while_it_drains_is_not_replaced(made: list[Process]
             make_options("demo", data_parallel_size=2, data_parallel_min=1, max_restarts=0), "/model"
         )
         await supervisor.start()
-        requests = [Request(id=n, prompt_ids=[n], sampling=Sampling(max_tokens=2, seed=0)) for n in (101, 102)]
+        requests = [
+            EngineCoreRequest(id=n, prompt_ids=[n], sampling=Sampling(max_tokens=2, seed=0)) for n in (101, 102)
+        ]
         supervisor.replicas.submit_many([(request, lambda output: None) for request in requests])
         removing = asyncio.ensure_future(supervisor.remove_engine(60.0))
         while not supervisor.replicas.engines[1].is_draining:

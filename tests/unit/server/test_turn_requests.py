@@ -17,8 +17,8 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import Sampling, ThinkingBudget
 from serve_llm.server.dialects.dialect import write_dialect
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
-from serve_llm.server.prompt.context import Context
-from serve_llm.server.prompt.job_results import Generate
+from serve_llm.server.prompt.context import JobContext
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.jobs import JOBS
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool, build_grammar_compiler
@@ -36,23 +36,23 @@ EOS = 1
 
 
 @pytest.fixture(scope="module")
-def context(model: ServedModel) -> Context:
-    context = Context(with_tools(model), facts(), Limits(), is_worker=True)
+def context(model: ServedModel) -> JobContext:
+    context = JobContext(with_tools(model), facts(), Limits(), is_worker=True)
     return context._replace(grammars=build_grammar_compiler(context))
 
 
-def run_job(context: Context, **body: Any) -> Generate:
+def run_job(context: JobContext, **body: Any) -> ValidGenerateRequest:
     content = json.dumps({"messages": [{"role": "user", "content": "hi"}]} | body).encode()
     done = JOBS["chat"](content, context)
-    assert isinstance(done, Generate)
+    assert isinstance(done, ValidGenerateRequest)
     return done
 
 
-def prepare(context: Context, **body: Any) -> Sampling:
+def prepare(context: JobContext, **body: Any) -> Sampling:
     return run_job(context, **body).request.samplings[0]
 
 
-def accepts(context: Context, grammar: str, text: str) -> bool:
+def accepts(context: JobContext, grammar: str, text: str) -> bool:
     assert context.grammars is not None
     tokenizer = context.grammars.load_tokenizer()
     matcher = build_matcher(tokenizer, grammar)
@@ -78,18 +78,18 @@ TURNS: list[tuple[dict[str, Any], list[str], list[str]]] = [  # body, allowed te
 
 
 @pytest.mark.parametrize(("body", "written", "refused"), TURNS, ids=lambda value: str(value)[:60])
-def test_grammars(context: Context, body: dict[str, Any], written: list[str], refused: list[str]) -> None:
+def test_grammars(context: JobContext, body: dict[str, Any], written: list[str], refused: list[str]) -> None:
     grammar = prepare(context, **body).grammar
     assert {text: accepts(context, grammar, text) for text in written} == dict.fromkeys(written, True)
     assert {text: accepts(context, grammar, text) for text in refused} == dict.fromkeys(refused, False)
 
 
-def test_nothing_to_enforce(context: Context) -> None:
+def test_nothing_to_enforce(context: JobContext) -> None:
     assert prepare(context).grammar == ""
     assert prepare(context, tools=TOOLS, tool_choice="none").grammar == ""
 
 
-def test_the_end_of_the_text_is_no_part_of_the_reasoning(context: Context) -> None:
+def test_the_end_of_the_text_is_no_part_of_the_reasoning(context: JobContext) -> None:
     """Otherwise a model could end its turn there, without the required call."""
     body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "chat_template_kwargs": {"opens": True}}
     assert context.grammars is not None
@@ -98,7 +98,7 @@ def test_the_end_of_the_text_is_no_part_of_the_reasoning(context: Context) -> No
     assert mask >> 300 & 1 and not mask >> EOS & 1
 
 
-def test_tokens_that_end_a_turn_stop_it_and_are_in_no_free_text(context: Context) -> None:
+def test_tokens_that_end_a_turn_stop_it_and_are_in_no_free_text(context: JobContext) -> None:
     """The checkpoint's own list of end ids may lack them. Completions use that list alone."""
     added = context.model.tokenizer.added_tokens
     dialect = msgspec.structs.replace(DIALECT, ends=("<|user|>", "<|end|>", "no token"))
@@ -109,7 +109,7 @@ def test_tokens_that_end_a_turn_stop_it_and_are_in_no_free_text(context: Context
         assert prepare(context, **body).stop_token_ids == (0, EOS)
     assert prepare(changed, ignore_eos=True).stop_token_ids == ()
     completion = JOBS["completion"](b'{"prompt": "x"}', changed)
-    assert isinstance(completion, Generate) and completion.request.samplings[0].stop_token_ids == (0, EOS)
+    assert isinstance(completion, ValidGenerateRequest) and completion.request.samplings[0].stop_token_ids == (0, EOS)
     grammar = prepare(changed, tools=TOOLS, chat_template_kwargs={"opens": True}).grammar
     assert changed.grammars is not None
     matcher = build_matcher(changed.grammars.load_tokenizer(), grammar)
@@ -117,7 +117,7 @@ def test_tokens_that_end_a_turn_stop_it_and_are_in_no_free_text(context: Context
     assert mask >> added["<|assistant|>"] & 1 and not mask >> added["<|user|>"] & 1
 
 
-def test_refusals(context: Context) -> None:
+def test_refusals(context: JobContext) -> None:
     sets = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": sets}}
     strict = {"type": "function", "function": {**tool["function"], "strict": True}}
@@ -138,7 +138,7 @@ def test_refusals(context: Context) -> None:
     assert caught.value.param == "ignore_eos"
 
 
-def test_the_budget_of_the_reasoning(context: Context, model: ServedModel) -> None:
+def test_the_budget_of_the_reasoning(context: JobContext, model: ServedModel) -> None:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(model.tokenizer.encode(text, add_special_tokens=False))
 
@@ -165,7 +165,7 @@ def test_the_budget_of_the_reasoning(context: Context, model: ServedModel) -> No
     ],
 )
 def test_a_budget_in_the_form_of_another_api(
-    context: Context, model: ServedModel, options: dict[str, Any], field: str
+    context: JobContext, model: ServedModel, options: dict[str, Any], field: str
 ) -> None:
     """Gateways send it to every model, so a model that does not reason accepts it."""
     assert prepare(context, **options).thinking == prepare(context, thinking_token_budget=5).thinking
@@ -180,13 +180,13 @@ def test_a_worker_compiles_turns(tmp_path: Path) -> None:
         "demo", chat_template=str(tmp_path / "template.jinja"), dialect=str(tmp_path / "dialect.json")
     )
     served = ServedModel.load(demo(), options)
-    pool = PromptPool(Context(served, facts(), options.limits), options)
+    pool = PromptPool(JobContext(served, facts(), options.limits), options)
     large = {**WEATHER["function"], "description": "x" * 10_000}
     try:
         for tools in ([WEATHER], [{"type": "function", "function": large}]):
             body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": "required"}
             content = json.dumps(body | {"truncate_prompt_tokens": 100}).encode()
-            done = asyncio.run(pool.run("chat", content, Generate)).request
+            done = asyncio.run(pool.run("chat", content, ValidGenerateRequest)).request
             assert "get_weather" in done.samplings[0].grammar
             assert done.reply is not None and [tool.name for tool in done.reply.read_tools()] == ["get_weather"]
     finally:

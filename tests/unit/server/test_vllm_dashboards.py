@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_llm.common.types import Adapter, LoRATarget, OffloadStats, Request, Sampling, Stats
+from serve_llm.common.types import Adapter, EngineCoreRequest, LoRATarget, OffloadStats, Sampling, SchedulerStats
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.metrics.http_meter import HttpMeter
 from support.asgi import fetch
@@ -83,7 +83,7 @@ def test_sources_of_prompt_tokens(serve: Serve) -> None:
 
 def test_draft_positions_and_offloaded_bytes(serve: Serve) -> None:
     served = serve(options=PREFIX)
-    served.engine.stats = Stats(
+    served.engine.stats = SchedulerStats(
         accepted_by_position=[5, 3, 1], offload_memory=OffloadStats(hit_bytes=70, stored_bytes=90)
     )
     found = read(served)
@@ -93,7 +93,7 @@ def test_draft_positions_and_offloaded_bytes(serve: Serve) -> None:
     replica = find_replicas(served).engines[0]
     replica.mark_lost()
     replica.replace(ScriptedEngine(lambda request: [], meter=replica.meter))
-    replica.engine.stats = Stats(accepted_by_position=[1, 1, 1, 1])
+    replica.engine.stats = SchedulerStats(accepted_by_position=[1, 1, 1, 1])
     assert list(select(read(served), name, "position").values()) == [6, 4, 2, 1], "counters never decrease"
 
 
@@ -122,7 +122,7 @@ def test_adapters_of_open_requests() -> None:
         for number, name in enumerate(("b", "a", None)):
             adapter = None if name is None else Adapter(name=name, directory="", digest=name)
             sampling = Sampling(max_tokens=9, seed=1)
-            request = Request(id=replicas.next_id(), prompt_ids=[number], sampling=sampling, adapter=adapter)
+            request = EngineCoreRequest(id=replicas.next_id(), prompt_ids=[number], sampling=sampling, adapter=adapter)
             replicas.submit_many([(request, lambda output: None)])
         assert replicas.list_adapters_in_use() == ([], ["a", "b"])
         engine.step()

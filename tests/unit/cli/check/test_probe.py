@@ -9,17 +9,20 @@ import msgspec
 import pytest
 
 from serve_llm.cli.check import probe
-from serve_llm.cli.check.host import HostReport, examine
+from serve_llm.cli.check.host import HostReport, inspect_host
 
 
 def host(rank: int, port: int) -> HostReport:
-    return examine(rank, "127.0.0.1", port, None)
+    return inspect_host(rank, "127.0.0.1", port, None)
 
 
 def test_reach_and_speed() -> None:
     servers = [probe.ProbeServer("127.0.0.1") for _ in range(2)]
     first, second = (host(rank, server.port) for rank, server in enumerate(servers))
-    assert probe.reach_all(first, [second]) == [probe.Reach(source=0, target=1)] and probe.reach_all(first, []) == []
+    assert (
+        probe.reach_all(first, [second]) == [probe.Reachability(source=0, target=1)]
+        and probe.reach_all(first, []) == []
+    )
     found = probe.measure_speed(first, second, 0.02)
     assert not found.failure and 0 < found.latency_us < 1e6 and found.bandwidth > 1e6
 
@@ -28,7 +31,7 @@ def test_nobody_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         target = host(1, unused.getsockname()[1])
-        assert probe.reach_all(host(0, 1), [target]) == [probe.Reach(source=0, target=1, failure="refused")]
+        assert probe.reach_all(host(0, 1), [target]) == [probe.Reachability(source=0, target=1, failure="refused")]
         assert probe.measure_speed(host(0, 1), target).failure == "refused"
 
 
@@ -56,5 +59,5 @@ def test_report_of_this_host() -> None:
     report = host(3, 5)
     assert report.interface == "lo" and report.mtu > 1000 and report.cores > 0 and report.fingerprint.torch
     assert msgspec.json.decode(msgspec.json.encode(report), type=HostReport) == report
-    assert "there is no directory" in examine(0, "127.0.0.1", 1, "./nowhere").model_error
-    assert examine(0, "127.0.0.1", 1, "demo").fingerprint.weights
+    assert "there is no directory" in inspect_host(0, "127.0.0.1", 1, "./nowhere").model_error
+    assert inspect_host(0, "127.0.0.1", 1, "demo").fingerprint.weights

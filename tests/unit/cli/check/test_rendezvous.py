@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from serve_llm.cli.check import rendezvous
-from serve_llm.cli.check.host import examine
+from serve_llm.cli.check.host import inspect_host
 from serve_llm.cli.check.rendezvous import CheckJoinRequest, CheckRendezvous, join
 from serve_llm.common.curve_zmq import CurveClient, Endpoint, format_url, send
 from serve_llm.common.errors import EngineError, OptionError
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def request(rank: int, nnodes: int = 3) -> CheckJoinRequest:
-    return CheckJoinRequest(nnodes, examine(rank, "127.0.0.1", 1, None))
+    return CheckJoinRequest(nnodes, inspect_host(rank, "127.0.0.1", 1, None))
 
 
 def test_nodes_join_before_and_after_node_0_starts() -> None:

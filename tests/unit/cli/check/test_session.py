@@ -10,8 +10,8 @@ import pytest
 
 from serve_llm.cli.check import session
 from serve_llm.cli.check.collective import AllReduceResult, AllReduceTask
-from serve_llm.cli.check.host import examine
-from serve_llm.cli.check.probe import Reach, Speed
+from serve_llm.cli.check.host import inspect_host
+from serve_llm.cli.check.probe import LinkSpeed, Reachability
 from serve_llm.common.errors import EngineError
 
 
@@ -19,16 +19,16 @@ class ScriptedHost:
     """Answers every task at once, as a healthy host would."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.report = examine(rank, "127.0.0.1", 1, None)
+        self.report = inspect_host(rank, "127.0.0.1", 1, None)
         self._others = [other for other in range(size) if other != rank]
 
     def run(self, task: session.Task) -> session.TaskResult:
         rank = self.report.rank
         if isinstance(task, session.SpeedTask):
-            return session.TaskResult(speed=Speed(source=rank, target=task.target, bandwidth=1e9))
+            return session.TaskResult(speed=LinkSpeed(source=rank, target=task.target, bandwidth=1e9))
         if isinstance(task, AllReduceTask):
             return session.TaskResult(collectives=[AllReduceResult(backend="gloo", small_us=1, large=1)])
-        reaches = [Reach(source=rank, target=other) for other in self._others]
+        reaches = [Reachability(source=rank, target=other) for other in self._others]
         return session.TaskResult(
             reaches=reaches if isinstance(task, session.ConnectTask) else [], store_port=1, time=1e9
         )

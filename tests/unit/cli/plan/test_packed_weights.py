@@ -18,7 +18,7 @@ from serve_llm.engine.weights import load
 from serve_llm.engine.worker.worker import Worker
 from serve_llm.kernels import registry
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
+from serve_llm.kernels.cpu.linear_grouped import GroupQuantPacker
 from support import packed_floats, published, resident
 from support.gguf_files import make_gguf
 from support.mxfp4_files import make_mxfp4
@@ -37,7 +37,7 @@ GRIDS = [(1, 1), (2, 1), (3, 1), (1, 2)]
 def panels_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     path = library.find()
     assert path is not None
-    monkeypatch.setattr("serve_llm.cli.plan.parameters.PANEL_OUTPUTS", GroupedPacker(library.Library(path)).columns)
+    monkeypatch.setattr("serve_llm.cli.plan.parameters.PANEL_OUTPUTS", GroupQuantPacker(library.Library(path)).columns)
 
 
 def count_held(directory: Path, layout: ParallelLayout, device: str, **options: object) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import read_config
-from serve_llm.engine.model.build import ModelBuilder, Part, is_float32
+from serve_llm.engine.model.build import ModelBuilder, WeightSlice, is_float32
 from serve_llm.engine.model.decoder import Decoder, build_decoder
 from serve_llm.engine.model.quantization_spec import Int8Spec, find_linear_layer
 from serve_llm.engine.model.registry import read_model
@@ -83,7 +83,9 @@ def build(
     """Build the rank's decoder with empty tensors. Returns it and the bytes that it requested from the loader."""
     asked = 0
 
-    def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def load(
+        name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         nonlocal asked
         own = list(shape)
         if part is not None:

@@ -30,9 +30,9 @@ from serve_llm.engine.distributed.messages import (
 )
 from serve_llm.engine.distributed.mp import check_hosts
 from serve_llm.engine.parallel.shm import ShmHandle
-from serve_llm.engine.scheduler.sequence import GroupLayout
-from serve_llm.engine.worker.cpu_threads import Threads
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
+from serve_llm.engine.worker.cpu_threads import CpuThreads
+from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 from support import config
 from support.tiny import make_checkpoint
 
@@ -58,13 +58,13 @@ def test_every_message_survives_the_wire() -> None:
         InitWorker(CONFIG, "{}", 4, 1, "info", StepsUrl("tcp://10.0.0.1:6"), rings, span),
         AllocateCache(7, 3),
     ]
-    layout = CacheLayout((GroupLayout(8, None), GroupLayout(16, 37)), 4096, 7)
+    layout = KVCacheConfig((KVCacheSpec(8, None), KVCacheSpec(16, 37)), 4096, 7)
     from_rank = [
         messages.build_hello(3),
         WorkerAlive(3),
         ChannelsReady({2: rings}, 4711),
         GroupsReady(),
-        LoadDone(9, 1 << 40, Threads(2, "2 cores for 1 rank", 2, 1)),
+        LoadDone(9, 1 << 40, CpuThreads(2, "2 cores for 1 rank", 2, 1)),
         CacheReady(layout, HostMemory(ShmHandle(1, 2, 3), 3, 4096, 0.5)),
     ]
     from_rank += [Failed("ModelError", "x")]

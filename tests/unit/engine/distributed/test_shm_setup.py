@@ -18,7 +18,7 @@ from serve_llm.engine.distributed.messages import (
 )
 from serve_llm.engine.distributed.shm_setup import HostSetup, RankSetup
 from serve_llm.engine.parallel.layout import ParallelLayout
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 
 def test_two_stages_of_two() -> None:
@@ -61,9 +61,9 @@ def test_closing_closes_every_ring() -> None:
     handles = {one.next or one.previous for one in rings} | {handle for one in rings for handle in one.tensor}
     handles |= {first.steps, first.answers}
     assert len(handles) == 2 + 4 + 2
-    assert not any(Ring.open(handle).memory.closed for handle in handles)
+    assert not any(ShmRingBuffer.open(handle).memory.closed for handle in handles)
     setup.close()
-    assert all(Ring.open(handle).memory.closed for handle in handles)
+    assert all(ShmRingBuffer.open(handle).memory.closed for handle in handles)
 
 
 @pytest.fixture

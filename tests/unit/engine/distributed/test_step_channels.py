@@ -9,14 +9,20 @@ import pytest
 
 from serve_llm.common.curve_zmq import Endpoint
 from serve_llm.common.errors import EngineError
-from serve_llm.engine.distributed.step_channels import RingSource, RingSteps, SocketSource, SocketSteps, SpanningSteps
+from serve_llm.engine.distributed.step_channels import (
+    MultiHostStepChannel,
+    ShmStepChannel,
+    ShmStepReceiver,
+    SocketStepChannel,
+    SocketStepReceiver,
+)
 from serve_llm.engine.parallel.shm import ChannelClosed
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 LIMIT = 120.0
 
 
-def serve(source: RingSource, answers: bool) -> list[bytes]:
+def serve(source: ShmStepReceiver, answers: bool) -> list[bytes]:
     taken = []
     try:
         while True:
@@ -28,11 +34,11 @@ def serve(source: RingSource, answers: bool) -> list[bytes]:
 
 
 def test_all_ranks_read_each_step_and_one_answers() -> None:
-    steps, answers = Ring.create(2, 256), Ring.create(1, 256)
-    channel = RingSteps(steps, answers)
+    steps, answers = ShmRingBuffer.create(2, 256), ShmRingBuffer.create(1, 256)
+    channel = ShmStepChannel(steps, answers)
     messages = [b"a", b"bc" * 1000, b"", b"d" * 300]
     with ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(serve, RingSource(steps, i, answers if i else None), bool(i)) for i in range(2)]
+        ranks = [pool.submit(serve, ShmStepReceiver(steps, i, answers if i else None), bool(i)) for i in range(2)]
         for message in messages:
             channel.send(message)
             assert channel.receive() == message[::-1]
@@ -44,11 +50,11 @@ def test_all_ranks_read_each_step_and_one_answers() -> None:
 
 def test_large_steps_and_large_answers_do_not_wait_for_each_other() -> None:
     """A rank takes no second step until its first answer, which does not fit into the ring, has been sent."""
-    steps, answers = Ring.create(1, 64), Ring.create(1, 64)
-    channel = RingSteps(steps, answers)
+    steps, answers = ShmRingBuffer.create(1, 64), ShmRingBuffer.create(1, 64)
+    channel = ShmStepChannel(steps, answers)
     messages = [bytes([number]) * 5000 for number in range(4)]
     with ThreadPoolExecutor(1) as pool:
-        rank = pool.submit(serve, RingSource(steps, 0, answers), True)
+        rank = pool.submit(serve, ShmStepReceiver(steps, 0, answers), True)
         for message in messages:
             channel.send(message)
         assert [channel.receive() for _ in messages] == messages
@@ -65,7 +71,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 def serve_remote(url: str, rank: int, answers: bool, count: int) -> list[bytes]:
     """Serve this many steps as a rank on another host, which its launcher would end."""
-    source = SocketSource(url, "secret", rank)
+    source = SocketStepReceiver(url, "secret", rank)
     taken = []
     for _ in range(count):
         taken.append(source.receive())
@@ -77,12 +83,12 @@ def serve_remote(url: str, rank: int, answers: bool, count: int) -> list[bytes]:
 
 @pytest.mark.parametrize("answers_here", [True, False])
 def test_ranks_on_other_hosts_get_the_same_steps_in_order(endpoint: Endpoint, answers_here: bool) -> None:
-    steps, answers = Ring.create(1, 256), Ring.create(1, 256)
-    remote = SocketSteps(endpoint, [1, 2])
-    channel = SpanningSteps(RingSteps(steps, answers), remote, answers_here)
+    steps, answers = ShmRingBuffer.create(1, 256), ShmRingBuffer.create(1, 256)
+    remote = SocketStepChannel(endpoint, [1, 2])
+    channel = MultiHostStepChannel(ShmStepChannel(steps, answers), remote, answers_here)
     messages = [b"a", b"", b"bc" * 1000, bytes(5_000_000), b"d"]
     with ThreadPoolExecutor(3) as pool:
-        here = pool.submit(serve, RingSource(steps, 0, answers), answers_here)
+        here = pool.submit(serve, ShmStepReceiver(steps, 0, answers), answers_here)
         there = [
             pool.submit(serve_remote, remote.url, rank, rank == 2 and not answers_here, len(messages))
             for rank in (1, 2)
@@ -101,11 +107,11 @@ def test_ranks_on_other_hosts_get_the_same_steps_in_order(endpoint: Endpoint, an
 
 
 def test_ranks_on_other_hosts_may_get_another_message(endpoint: Endpoint) -> None:
-    steps, answers = Ring.create(1, 256), Ring.create(1, 256)
-    remote = SocketSteps(endpoint, [1])
-    channel = SpanningSteps(RingSteps(steps, answers), remote, answers_here=True)
+    steps, answers = ShmRingBuffer.create(1, 256), ShmRingBuffer.create(1, 256)
+    remote = SocketStepChannel(endpoint, [1])
+    channel = MultiHostStepChannel(ShmStepChannel(steps, answers), remote, answers_here=True)
     with ThreadPoolExecutor(2) as pool:
-        here = pool.submit(serve, RingSource(steps, 0, answers), True)
+        here = pool.submit(serve, ShmStepReceiver(steps, 0, answers), True)
         there = pool.submit(serve_remote, remote.url, 1, False, 2)
         remote.connect(LIMIT)
         channel.send(b"a", remote_message=b"with files")
@@ -117,8 +123,8 @@ def test_ranks_on_other_hosts_may_get_another_message(endpoint: Endpoint) -> Non
 
 
 def test_no_rank_need_be_on_the_engines_host(endpoint: Endpoint) -> None:
-    remote = SocketSteps(endpoint, [0])
-    channel = SpanningSteps(None, remote, False)
+    remote = SocketStepChannel(endpoint, [0])
+    channel = MultiHostStepChannel(None, remote, False)
     with ThreadPoolExecutor(1) as pool:
         rank = pool.submit(serve_remote, remote.url, 0, True, 1)
         remote.connect(LIMIT)
@@ -127,7 +133,7 @@ def test_no_rank_need_be_on_the_engines_host(endpoint: Endpoint) -> None:
 
 
 def test_a_closed_channel_ends_the_wait_of_another_thread(endpoint: Endpoint) -> None:
-    channel = SpanningSteps(None, SocketSteps(endpoint, []), False)
+    channel = MultiHostStepChannel(None, SocketStepChannel(endpoint, []), False)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(channel.receive)
         channel.close()
@@ -136,8 +142,8 @@ def test_a_closed_channel_ends_the_wait_of_another_thread(endpoint: Endpoint) ->
 
 
 def test_ranks_that_open_no_channel_are_named(endpoint: Endpoint) -> None:
-    remote = SocketSteps(endpoint, [3, 5])
-    source = SocketSource(remote.url, "secret", 5)
+    remote = SocketStepChannel(endpoint, [3, 5])
+    source = SocketStepReceiver(remote.url, "secret", 5)
     with pytest.raises(EngineError, match=r"ranks \[3\] did not open"):
         while True:  # until the message of rank 5 has arrived
             try:

@@ -17,7 +17,7 @@ from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed import worker_group as worker_group_module
 from serve_llm.engine.distributed.messages import AllocateCache, GroupsReady, LoadDone
 from serve_llm.engine.distributed.worker_group import WorkerGroup
-from serve_llm.engine.worker.cpu_threads import Threads
+from serve_llm.engine.worker.cpu_threads import CpuThreads
 
 LIMIT = 60.0
 
@@ -151,8 +151,8 @@ def watched(ranks: Ranks) -> tuple[WorkerGroup, threading.Event]:
     return worker_group, noticed
 
 
-THREADS = Threads(1, "1 core for 1 rank", 1, 1)
-LAYOUT = messages.CacheLayout((), 1, 1)
+THREADS = CpuThreads(1, "1 core for 1 rank", 1, 1)
+LAYOUT = messages.KVCacheConfig((), 1, 1)
 
 
 def cause(ranks: Ranks, worker_group: WorkerGroup, noticed: threading.Event) -> ServeError:

@@ -13,7 +13,7 @@ from serve_llm.common.curve_zmq import Endpoint
 from serve_llm.common.errors import EngineError
 from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed import messages, worker_main
-from serve_llm.engine.distributed.step_channels import SocketSource, SocketSteps
+from serve_llm.engine.distributed.step_channels import SocketStepChannel, SocketStepReceiver
 from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.scheduler.output import RunnerOutput, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.worker.pending_step import PendingStep
@@ -133,10 +133,10 @@ class TwoAtATime:
 
 def test_a_rank_on_another_host_begins_the_next_step_while_one_is_computed() -> None:
     endpoint = Endpoint("127.0.0.1", "secret")
-    steps = SocketSteps(endpoint, [3])
+    steps = SocketStepChannel(endpoint, [3])
 
     def compute() -> bool:
-        source = SocketSource(steps.url, "secret", 3)
+        source = SocketStepReceiver(steps.url, "secret", 3)
         assert not source.ready
         try:
             worker_main.run_steps(TwoAtATime(), source, answers=True, report=report_nothing)  # type: ignore[arg-type]

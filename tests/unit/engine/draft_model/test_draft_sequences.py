@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.draft_model.draft_sequences import DraftSequence, DraftSequences
-from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence
 
-GROUPS = (GroupLayout(block_size=4, window=None),)
+GROUPS = (KVCacheSpec(block_size=4, window=None),)
 
 
 def make_target(number: int, num_prompt: int = 10, grammar: str = "") -> Sequence:
     sampling = Sampling(max_tokens=50, seed=1, grammar=grammar, logprobs=2)
-    return Sequence(Request(id=number, prompt_ids=list(range(num_prompt)), sampling=sampling), GROUPS, 0, 0.0)
+    return Sequence(EngineCoreRequest(id=number, prompt_ids=list(range(num_prompt)), sampling=sampling), GROUPS, 0, 0.0)
 
 
 def compute(sequences: DraftSequences, draft: DraftSequence, guesses: list[int]) -> None:

@@ -13,11 +13,11 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.kv_offload.identity import IRRELEVANT, find_identity
 from serve_llm.engine.kv_offload.start import open_store
 from serve_llm.engine.parallel.shm import ShmHandle
-from serve_llm.engine.scheduler.sequence import GroupLayout
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
+from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 from support.config import CONFIG
 
-LAYOUT = CacheLayout((GroupLayout(8, None),), 4096, 7, 3)
+LAYOUT = KVCacheConfig((KVCacheSpec(8, None),), 4096, 7, 3)
 MEMORY = [HostMemory(ShmHandle(1, 2, 3), 3, 4096, 0.1)]
 
 
@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_what_changes_blocks_changes_the_identity(config: Config, tmp_path: Path) -> None:
-    def identify(config: Config, layout: CacheLayout = LAYOUT, memory: list[HostMemory] = MEMORY) -> str:
+    def identify(config: Config, layout: KVCacheConfig = LAYOUT, memory: list[HostMemory] = MEMORY) -> str:
         return find_identity(config, layout, memory, tmp_path / "digests")
 
     first = identify(config)
@@ -44,7 +44,7 @@ def test_what_changes_blocks_changes_the_identity(config: Config, tmp_path: Path
         identify(replace(config, tensor_parallel_size=2)),
         identify(replace(config, load_format="dummy")),
         identify(replace(config, load_format="dummy", seed=config.seed + 1)),
-        identify(config, replace(LAYOUT, groups=(GroupLayout(16, None),))),
+        identify(config, replace(LAYOUT, groups=(KVCacheSpec(16, None),))),
         identify(config, memory=MEMORY * 2),
     }
     weights = Path(config.directory) / "model.safetensors"

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from serve_llm.engine.model.build import ModelBuilder, Part, is_float32
+from serve_llm.engine.model.build import ModelBuilder, WeightSlice, is_float32
 from serve_llm.engine.model.decoder import Decoder, build_decoder
-from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.inputs import KVGroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import LayerSpec, MLASpec, ModelSpec
@@ -47,7 +47,7 @@ def decoder_of(spec: ModelSpec, batch_invariant: bool = False, device: torch.dev
     assert isinstance(kernels, registry.Kernels), kernels
 
     def parameter(
-        name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+        name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         sizes = list(shape)
         if part is not None:
@@ -66,7 +66,7 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def step(spec: ModelSpec) -> StepInputs:
-    group = GroupInputs(whole_numbers(ROWS), whole_numbers(ROWS, 4, dtype=torch.int32))
+    group = KVGroupInputs(whole_numbers(ROWS), whole_numbers(ROWS, 4, dtype=torch.int32))
     return StepInputs(
         ids=whole_numbers(ROWS),
         positions=whole_numbers(ROWS),

@@ -11,11 +11,11 @@ import pytest
 
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.config import CacheRow
+from serve_llm.engine.config import KVCacheFormat
 from serve_llm.engine.model.mtp_spec import read_mtp
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
-from serve_llm.engine.model.spec import AttentionSpec, ExpertGroups, MLASpec, MLPSpec, MoESpec, RouterSpec
+from serve_llm.engine.model.spec import AttentionSpec, GroupedTopK, MLASpec, MLPSpec, MoESpec, RouterSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.worker.kv_cache import plan_cache
 
@@ -100,7 +100,7 @@ def test_deepseek() -> None:
     )
     router = large.layers[-1].ffn.router
     assert (router.groups, router.scaling_factor, router.correction_bias) == (
-        ExpertGroups(8, 4, scores_per_group=2),
+        GroupedTopK(8, 4, scores_per_group=2),
         2.5,
         True,
     )
@@ -108,7 +108,7 @@ def test_deepseek() -> None:
         671, abs=0.5
     )
     assert re.fullmatch(weights.ignored[-1], "model.layers.61.eh_proj.weight")  # part of the MTP layer
-    cache = plan_cache(large.kv_groups, large.kv_groups, CacheRow(2), 64, 0, max_model_len=4096, max_chunk=2048)
+    cache = plan_cache(large.kv_groups, large.kv_groups, KVCacheFormat(2), 64, 0, max_model_len=4096, max_chunk=2048)
     assert cache.block_bytes == 61 * 64 * 576 * 2  # instead of 61 * 64 * 2 * 128 heads * 128 * 2
 
     stored = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -193,6 +193,6 @@ def test_windows_of_gpt_oss_give_blocks_back() -> None:
     layers = tuple(replace(layer, attention=replace(layer.attention, sliding_window=None)) for layer in spec.layers)
     num_bytes = []
     for groups in (spec.kv_groups, replace(spec, layers=layers).kv_groups):
-        layout = plan_cache(groups, groups, CacheRow(2), 16, 0, max_model_len=32768, max_chunk=2048)
+        layout = plan_cache(groups, groups, KVCacheFormat(2), 16, 0, max_model_len=32768, max_chunk=2048)
         num_bytes.append(layout.block_bytes * layout.blocks_per_request(32768, 2048))
     assert num_bytes[0] < 0.6 * num_bytes[1]

@@ -9,7 +9,7 @@ import pytest
 
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.shard import build_shard
@@ -36,7 +36,7 @@ def test_qwen3_next() -> None:
     full = [index for index, mixer in enumerate(mixers) if isinstance(mixer, AttentionSpec)]
     assert full == list(range(3, 48, 4))
     attention, linear, ffn = mixers[3], mixers[0], spec.layers[0].ffn
-    assert isinstance(attention, AttentionSpec) and isinstance(linear, DeltaNetSpec) and isinstance(ffn, MoESpec)
+    assert isinstance(attention, AttentionSpec) and isinstance(linear, GatedDeltaNetSpec) and isinstance(ffn, MoESpec)
     assert attention.rope == RopeSpec(10000000.0, rotary_dim=64)
     assert (attention.num_heads, attention.num_kv_heads, attention.output_gate) == (16, 2, True)
     assert (linear.num_heads, linear.num_kv_heads, linear.key_dim, linear.value_dim) == (32, 16, 128, 128)

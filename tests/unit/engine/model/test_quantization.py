@@ -15,7 +15,7 @@ from serve_llm.engine.model.cache_scales import is_calibrated
 from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.quantization_config import read_quantization_config
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import GroupQuantForm
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.spec import AttentionSpec
 from serve_llm.engine.model.weight_format import (
@@ -186,7 +186,7 @@ def test_integers_that_fill_bytes() -> None:
     assert isinstance(found, TargetedModules)
     stored = found.find_format("model.layers.0.mlp.up_proj")
     assert stored == ScaledNumbers("int8", "block", (1, 32), bits=4, has_zeros=True)
-    assert stored.form == GroupedForm(4, 32, has_zeros=True)
+    assert stored.form == GroupQuantForm(4, 32, has_zeros=True)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_blocks_of_8_bit_floats(more: dict[str, object]) -> None:
     found = read(FP8 | more)
     assert isinstance(found, MarkedModules)
     assert found.find_format("lm_head") == ScaledNumbers("fp8", "block", (128, 64), scale="weight_scale_inv")
-    assert found.find_form("model.layers.0.mlp.up_proj") == GroupedForm(
+    assert found.find_form("model.layers.0.mlp.up_proj") == GroupQuantForm(
         8, 64, has_zeros=False, scale_bytes=4, is_float8=True
     )
     assert (found.find_form("lm_head") is None) == bool(more)
@@ -380,7 +380,7 @@ class TestModel:
     def test_models_of_which_not_all_products_can_be_rounded(self) -> None:
         """Their weights keep their integers, and neither rows nor the LM head's inputs are rounded."""
         config = {"quantization_config": quantization_config([])}
-        form = GroupedForm(8, None, has_zeros=False)
+        form = GroupQuantForm(8, None, has_zeros=False)
         spec, _ = read_model({**published.LLAMA_8B, **config})
         assert spec.int8 is None and spec.grouped is not None and spec.grouped.in_checkpoint
         assert (spec.grouped.default, spec.grouped.head) == (form, form)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import ModelBuilder, Part
-from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
+from serve_llm.engine.model.build import ModelBuilder, WeightSlice
+from serve_llm.engine.model.quantization_spec import FLOAT8, GroupQuantForm, GroupQuantSpec, Int8Spec
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.quantization import fp8, int4
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from serve_llm.kernels.quantise_int4 import quantise_int4
 from serve_llm.kernels.quantise_int8 import quantise_int8
 from serve_llm.kernels.registry import PORTABLE
@@ -38,7 +38,7 @@ class Recorder:
         self.packed: list[Any] = []
 
     def load(
-        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+        self, name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         return self.weights[name]
 
@@ -83,12 +83,12 @@ def test_int8(names: tuple[str, ...]) -> None:
     assert recorder.rounded == [weight.data_ptr() for weight in weights]
 
 
-@pytest.mark.parametrize("form", [GroupedForm(4, 32, has_zeros=True), FLOAT8])
+@pytest.mark.parametrize("form", [GroupQuantForm(4, 32, has_zeros=True), FLOAT8])
 @pytest.mark.parametrize("names", [("gate",), ("gate", "up")])
-def test_weights_in_groups(names: tuple[str, ...], form: GroupedForm) -> None:
+def test_weights_in_groups(names: tuple[str, ...], form: GroupQuantForm) -> None:
     recorder = Recorder()
-    packed, *_ = recorder.build(names, grouped=GroupedSpec(in_checkpoint=False, default=form))
-    assert isinstance(packed, GroupedWeight)
+    packed, *_ = recorder.build(names, grouped=GroupQuantSpec(in_checkpoint=False, default=form))
+    assert isinstance(packed, GroupQuantWeight)
     weights = [recorder.weights[f"{name}.weight"] for name in names]
     whole = torch.cat(weights)
     wanted = fp8.quantise_codes(whole) if form.is_float8 else int4.quantise(whole, form.group_size)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import ModelBuilder, Part
+from serve_llm.engine.model.build import ModelBuilder, WeightSlice
 from serve_llm.engine.model.decoder import build_decoder
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.quantization_spec import Int8Spec
 from serve_llm.engine.model.shard import build_shard, describe_split, split_model_layers
 from serve_llm.engine.model.spec import (
@@ -48,14 +48,16 @@ MODELS = {
 }
 
 
-def asked(spec: ModelSpec, grid: ParallelLayout, **how: object) -> list[dict[str, tuple[tuple[int, ...], Part | None]]]:
+def asked(
+    spec: ModelSpec, grid: ParallelLayout, **how: object
+) -> list[dict[str, tuple[tuple[int, ...], WeightSlice | None]]]:
     """Return each rank's requests to the loader: name -> shape of the whole tensor, and the part."""
     found = []
     ranks = Ranks(spec, grid, **how)
     for shard, neighbours in zip(ranks.shards, ranks.neighbours, strict=True):
-        calls: dict[str, tuple[tuple[int, ...], Part | None]] = {}
+        calls: dict[str, tuple[tuple[int, ...], WeightSlice | None]] = {}
 
-        def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype=None, calls=calls) -> Tensor:
+        def load(name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype=None, calls=calls) -> Tensor:
             assert name not in calls, f"{name} is read twice"
             calls[name] = shape, part
             return torch.empty(size(shape, part), device="meta")
@@ -65,7 +67,7 @@ def asked(spec: ModelSpec, grid: ParallelLayout, **how: object) -> list[dict[str
     return found
 
 
-def size(shape: tuple[int, ...], part: Part | None) -> list[int]:
+def size(shape: tuple[int, ...], part: WeightSlice | None) -> list[int]:
     return [len(part.range) if part and part.dimension == number else whole for number, whole in enumerate(shape)]
 
 
@@ -163,7 +165,7 @@ def test_whole_experts_are_each_on_one_rank() -> None:
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8, 16, 33])
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_ranks_have_the_key_heads_that_their_heads_use(takes_turns: bool, tensor: int) -> None:
-    mixer = DeltaNetSpec(32, 16, 128, 128, 4, 1e-6, takes_turns=takes_turns)
+    mixer = GatedDeltaNetSpec(32, 16, 128, 128, 4, 1e-6, takes_turns=takes_turns)
     assert [mixer.find_key_head(head) for head in (0, 1, 16, 31)] == ([0, 1, 0, 15] if takes_turns else [0, 0, 8, 15])
     base = model(32, 2, 64, 64, 64, 64, 1)
     spec = replace(base, layers=(replace(base.layers[0], attention=mixer),))

@@ -10,7 +10,7 @@ import pytest
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.quantization_config import read_quantization_config
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import GroupQuantForm
 from serve_llm.engine.model.weight_format import MarkedModules, ScaledNumbers, TorchaoInt4, WeightFormat
 
 ROW = {"_data": {"dim": -1}, "_type": "PerRow", "_version": 1}
@@ -88,7 +88,7 @@ def test_served(stored: dict[str, Any], expected: WeightFormat) -> None:
 
 def test_integers_of_few_bits_stay_in_4_bits() -> None:
     modules = read(intx(weight_dtype={"_data": "int3", "_type": "torch.dtype"}))
-    assert modules.format.form == GroupedForm(4, 32, has_zeros=False)
+    assert modules.format.form == GroupQuantForm(4, 32, has_zeros=False)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import ModelBuilder, Part
+from serve_llm.engine.model.build import ModelBuilder, WeightSlice
 from serve_llm.engine.model.decoder import build_decoder
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.tree import ModelTree
@@ -40,7 +40,7 @@ Qwen3ForCausalLM, rank 1 of 2: layers 0 to 2 of 3, tensor-parallel rank 1 of 2
 
 
 def load_parameter(
-    name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     sizes = list(shape)
     if part is not None:

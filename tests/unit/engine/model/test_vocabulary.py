@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.options.sources import make_options
-from serve_llm.engine.model.build import ModelBuilder, Part
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.build import ModelBuilder, WeightSlice
+from serve_llm.engine.model.quantization_spec import GroupQuantForm
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import ModelSpec
@@ -64,12 +64,12 @@ def test_what_is_quantised_while_loading(
 
 def test_what_a_checkpoint_stores_packed() -> None:
     spec = resolve({"quantization_config": GGUF})
-    assert spec.embedding_form == spec.head_form == GroupedForm(8, 32, has_zeros=False)
+    assert spec.embedding_form == spec.head_form == GroupQuantForm(8, 32, has_zeros=False)
     assert spec.grouped is not None and not spec.grouped.layer_forms
     apart = {"tie_word_embeddings": False}
     for stored in (W8A16, {"quant_method": "gptq", "bits": 8, "group_size": -1, "lm_head": True}):
         spec = resolve({"quantization_config": stored, **apart})
-        assert spec.head_form == GroupedForm(8, None, has_zeros=False) and spec.embedding_form is None
+        assert spec.head_form == GroupQuantForm(8, None, has_zeros=False) and spec.embedding_form is None
         assert not spec.int8_lm_head
     assert resolve({"quantization_config": W8A16 | {"ignore": ["lm_head"]}, **apart}).head_form is None
 
@@ -90,7 +90,9 @@ def test_tied_int8_tables_have_one_copy(kernels: Any) -> None:
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     reads = []
 
-    def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def load(
+        name: str, shape: tuple[int, ...], part: WeightSlice | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         reads.append(name)
         return weight
 

@@ -11,14 +11,14 @@ from queue import Empty, Queue
 import pytest
 
 from serve_llm.common.errors import EngineError
-from serve_llm.common.messages import Abort, Shutdown, StepOutputs, Submit, ToEngine
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.messages import Abort, EngineCoreOutputs, Shutdown, Submit, ToEngine
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine import loop
-from serve_llm.engine.distributed.executor import Executor, SyncedExecutor
+from serve_llm.engine.distributed.executor import DPSyncExecutor, Executor
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from support.config import CONFIG
 
 LIMIT = 60.0  # seconds; nothing takes nearly as long unless something hangs
@@ -28,7 +28,7 @@ class MeetingExecutor(Executor):
     """An executor whose steps are meetings of all engines, as with experts; records what each engine computed in
     them."""
 
-    layout = CacheLayout((GroupLayout(8, None),), block_bytes=64, num_blocks=64)
+    layout = KVCacheConfig((KVCacheSpec(8, None),), block_bytes=64, num_blocks=64)
 
     def __init__(self, barrier: threading.Barrier, depth: int) -> None:
         self.depth = depth
@@ -70,7 +70,7 @@ class QueueChannel:
                 if found or seconds == 0 or self._lockstep.socket.poll(1):
                     return found
 
-    def send(self, step: StepOutputs) -> None:
+    def send(self, step: EngineCoreOutputs) -> None:
         for output in step.outputs:
             if output.finish_reason is not None:
                 self.finished.release()
@@ -89,14 +89,14 @@ class Group:
 
     def _run(self, index: int) -> None:
         try:
-            engine = loop.EngineCore(CONFIG, SyncedExecutor(self.executors[index], self.steps[index]))
+            engine = loop.EngineCore(CONFIG, DPSyncExecutor(self.executors[index], self.steps[index]))
             loop.run(engine, self.channels[index])
         finally:
             self.steps[index].close()
 
     def submit(self, index: int, number: int, max_tokens: int) -> None:
         sampling = Sampling(max_tokens=max_tokens, seed=0)
-        self.channels[index].put(Submit([Request(id=number, prompt_ids=[1] * 5, sampling=sampling)]))
+        self.channels[index].put(Submit([EngineCoreRequest(id=number, prompt_ids=[1] * 5, sampling=sampling)]))
 
     def wait_for(self, index: int) -> None:
         """Wait until another request of this engine has ended."""

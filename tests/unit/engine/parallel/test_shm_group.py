@@ -19,7 +19,7 @@ from serve_llm.engine.parallel import shm_group
 from serve_llm.engine.parallel.groups import ProcessGroup
 from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.parallel.shm_group import CompiledGroup, ShmGroup, ShmLink
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 from serve_llm.kernels.cpu import library
 from support.matrix import mostly_slow
 
@@ -32,7 +32,7 @@ LIMIT = 120.0
 
 def on_all(size: int, capacity: int, work: Callable[[ShmGroup], T]) -> list[T]:
     """Return the result of `work` on each rank; ranks are threads, each with its own view of the rings."""
-    rings = [Ring.create(size - 1, capacity) for _ in range(size)]
+    rings = [ShmRingBuffer.create(size - 1, capacity) for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
         groups = [ShmGroup(rings, rank) for rank in range(size)]
         return [future.result(LIMIT) for future in [pool.submit(work, group) for group in groups]]
@@ -102,7 +102,7 @@ def test_an_empty_tensor_has_an_empty_sum() -> None:
 
 
 def test_links_are_deep_and_in_order() -> None:
-    ring = Ring.create(1, 1 << 16)
+    ring = ShmRingBuffer.create(1, 1 << 16)
     link = ShmLink(ring, torch.bfloat16)
     sent = [values(number, 1 + number, torch.bfloat16) for number in range(4)]
     for x in sent:
@@ -123,7 +123,7 @@ def test_the_compiled_group_has_the_same_bits(dtype: torch.dtype) -> None:
     def compiled(rank: int) -> tuple[Tensor, list[Tensor]]:
         return work(shm_group.build_shm_group(rings, rank))
 
-    rings = [Ring.create(2, 1 << 14) for _ in range(3)]
+    rings = [ShmRingBuffer.create(2, 1 << 14) for _ in range(3)]
     assert isinstance(shm_group.build_shm_group(rings, 0), CompiledGroup)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(compiled, range(3)))
@@ -133,7 +133,7 @@ def test_the_compiled_group_has_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def test_without_a_library_that_fits_torch_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rings = [Ring.create(1, 64) for _ in range(2)]
+    rings = [ShmRingBuffer.create(1, 64) for _ in range(2)]
     (tmp_path / "compiled.so").write_text("none")
     for path in (None, tmp_path / "compiled.so"):
         monkeypatch.setattr(library, "find", lambda path=path: path)
@@ -142,7 +142,7 @@ def test_without_a_library_that_fits_torch_adds(monkeypatch: pytest.MonkeyPatch,
 
 @needs_compiled
 def test_the_compiled_group_names_a_silent_rank_and_ends_when_closed() -> None:
-    rings = [Ring.create(1, 1 << 10) for _ in range(2)]
+    rings = [ShmRingBuffer.create(1, 1 << 10) for _ in range(2)]
     assert COMPILED is not None
     with pytest.raises(PeerLost, match="heard nothing from rank 1 of its tensor-parallel group for 0 s"):
         CompiledGroup(COMPILED, rings, 0, seconds=0.01).all_reduce(torch.ones(3))
@@ -153,7 +153,7 @@ def test_the_compiled_group_names_a_silent_rank_and_ends_when_closed() -> None:
 
 
 def test_closing_ends_an_exchange() -> None:
-    rings = [Ring.create(1, 64) for _ in range(2)]
+    rings = [ShmRingBuffer.create(1, 64) for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(ShmGroup(rings, 0).all_reduce, torch.ones(3))
         for ring in rings:
@@ -164,12 +164,12 @@ def test_closing_ends_an_exchange() -> None:
 
 RANK = """
 import sys, torch
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.parallel.shm_group import ShmGroup, build_shm_group
 kind = {"ShmGroup": ShmGroup, "build_shm_group": build_shm_group}[sys.argv.pop()]
 pid, rank, *places = sys.argv[1:]
-rings = [Ring.open(ShmHandle(int(pid), *map(int, place.split(":")))) for place in places]
+rings = [ShmRingBuffer.open(ShmHandle(int(pid), *map(int, place.split(":")))) for place in places]
 group = kind(rings, int(rank))
 total = torch.zeros(700)
 for number in range(50):
@@ -180,7 +180,7 @@ print(total.unique().tolist(), [part.tolist() for part in group.all_gather(torch
 
 @pytest.mark.parametrize("kind", mostly_slow(["ShmGroup", "build_shm_group"], ["build_shm_group"]))
 def test_processes(kind: str) -> None:
-    rings = [Ring.create(2, 512) for _ in range(3)]
+    rings = [ShmRingBuffer.create(2, 512) for _ in range(3)]
     places = [f"{ring.memory.handle.fd}:{ring.memory.handle.size}" for ring in rings]
     command = [sys.executable, "-P", "-c", RANK, str(os.getpid())]
     processes = [

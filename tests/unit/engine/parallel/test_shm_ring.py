@@ -15,13 +15,13 @@ import pytest
 
 from serve_llm.common.errors import EngineError
 from serve_llm.engine.parallel.shm import ChannelClosed, SharedMemory, ShmHandle
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
 LIMIT = 120.0  # seconds; far more than any test takes
 
 
 def test_messages_of_all_sizes_reach_every_reader_in_order() -> None:
-    ring = Ring.create(num_readers=3, capacity=64)
+    ring = ShmRingBuffer.create(num_readers=3, capacity=64)
     random.seed(0)
     messages = [random.randbytes(random.choice([0, 1, 7, 55, 56, 57, 63, 64, 65, 200, 5000])) for _ in range(200)]
     writer = ring.writer()
@@ -33,13 +33,13 @@ def test_messages_of_all_sizes_reach_every_reader_in_order() -> None:
             assert reader.result() == messages
 
 
-def read_all(ring: Ring, index: int, count: int) -> list[bytes]:
+def read_all(ring: ShmRingBuffer, index: int, count: int) -> list[bytes]:
     reader = ring.reader(index)
     return [reader.receive(LIMIT) for _ in range(count)]
 
 
 def test_several_messages_wait_in_the_ring() -> None:
-    ring = Ring.create(num_readers=1, capacity=1 << 12)
+    ring = ShmRingBuffer.create(num_readers=1, capacity=1 << 12)
     writer, reader = ring.writer(), ring.reader(0)
     assert not reader.ready
     for number in range(10):
@@ -50,7 +50,7 @@ def test_several_messages_wait_in_the_ring() -> None:
 
 
 def test_counts_pass_two_to_the_32() -> None:
-    ring = Ring.create(num_readers=1, capacity=64)
+    ring = ShmRingBuffer.create(num_readers=1, capacity=64)
     writer, reader = ring.writer(), ring.reader(0)
     start = 2**32 - 100  # as if this many bytes had passed through
     for line in (16, 32):
@@ -63,7 +63,7 @@ def test_counts_pass_two_to_the_32() -> None:
 
 
 def test_waits_have_a_limit() -> None:
-    ring = Ring.create(num_readers=1, capacity=64)
+    ring = ShmRingBuffer.create(num_readers=1, capacity=64)
     with pytest.raises(TimeoutError):
         ring.reader(0).receive(0.01)
     with pytest.raises(TimeoutError):
@@ -71,7 +71,7 @@ def test_waits_have_a_limit() -> None:
 
 
 def test_closing_ends_the_waits_of_readers_and_writer() -> None:
-    empty, full = Ring.create(num_readers=2, capacity=64), Ring.create(num_readers=1, capacity=64)
+    empty, full = ShmRingBuffer.create(num_readers=2, capacity=64), ShmRingBuffer.create(num_readers=1, capacity=64)
     waiting = [
         lambda: empty.reader(0).receive(LIMIT),
         lambda: empty.reader(1).receive(None),
@@ -87,7 +87,7 @@ def test_closing_ends_the_waits_of_readers_and_writer() -> None:
 
 
 def test_what_was_written_before_the_closing_can_still_be_read() -> None:
-    ring = Ring.create(num_readers=1, capacity=64)
+    ring = ShmRingBuffer.create(num_readers=1, capacity=64)
     ring.writer().send(b"last words")
     ring.close()
     reader = ring.reader(0)
@@ -98,9 +98,9 @@ def test_what_was_written_before_the_closing_can_still_be_read() -> None:
 
 ECHO = """
 import sys
-from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
-there, back = (Ring.open(ShmHandle(int(sys.argv[1]), int(fd), int(size))) for fd, size in
+there, back = (ShmRingBuffer.open(ShmHandle(int(sys.argv[1]), int(fd), int(size))) for fd, size in
                (pair.split(":") for pair in sys.argv[2:]))
 reader, writer = there.reader(0), back.writer()
 try:
@@ -113,7 +113,7 @@ except ChannelClosed:
 
 def test_another_process_opens_it_by_its_handle_and_nothing_has_a_name() -> None:
     before = set(Path("/dev/shm").iterdir())
-    there, back = Ring.create(1, 64), Ring.create(1, 64)
+    there, back = ShmRingBuffer.create(1, 64), ShmRingBuffer.create(1, 64)
     places = [f"{ring.memory.handle.fd}:{ring.memory.handle.size}" for ring in (there, back)]
     command = [sys.executable, "-P", "-c", ECHO, str(os.getpid()), *places]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -139,7 +139,7 @@ def test_a_creator_that_is_gone_is_an_error_and_files_are_closed() -> None:
 
 
 def test_a_sleeping_reader_is_woken() -> None:
-    ring = Ring.create(num_readers=1, capacity=64)
+    ring = ShmRingBuffer.create(num_readers=1, capacity=64)
     reader, writer = ring.reader(0), ring.writer()
     got: list[bytes] = []
     thread = threading.Thread(target=lambda: got.append(reader.receive(LIMIT)))

@@ -6,7 +6,7 @@ from transformers.generation import logits_process as theirs
 
 from serve_llm.kernels import torch_sampling as sampling
 from serve_llm.kernels.sampling import Draw
-from serve_llm.kernels.torch_sampling import SyncSampling
+from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 
 NONE = torch.empty(1, 0, dtype=torch.long)
 
@@ -40,4 +40,7 @@ def test_same_distribution(draw: Draw, processors: list[theirs.LogitsProcessor],
     sure = [u for u in noise if (borders - u).abs().min() > 1e-5]
     assert len(sure) > 480
     wanted = torch.searchsorted(borders, torch.tensor(sure, dtype=torch.float64), right=True).tolist()
-    assert SyncSampling(sampling).sample(logits.expand(len(sure), -1), [draw._replace(noise=u) for u in sure]) == wanted
+    assert (
+        SyncSamplingKernels(sampling).sample(logits.expand(len(sure), -1), [draw._replace(noise=u) for u in sure])
+        == wanted
+    )

@@ -19,7 +19,7 @@ from serve_llm.engine.sampling.sampler import SampledToken, Sampler
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.kernels import torch_sampling as sampling
-from serve_llm.kernels.torch_sampling import SyncSampling
+from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 from support.ranks import Meeting, MemoryGroup, run_together
 from support.triton import NO_TRITON, record
 
@@ -99,7 +99,7 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
 
 
 def expected(logits: Tensor, rows: list[SampleRow]) -> list[SampledToken | None]:
-    return Sampler(VOCAB, SyncSampling(sampling)).sample(logits.clone(), rows)  # type: ignore[arg-type]
+    return Sampler(VOCAB, SyncSamplingKernels(sampling)).sample(logits.clone(), rows)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,7 +137,7 @@ def test_the_vocabulary_of_a_rank() -> None:
     class Single:
         rank, size = 0, 1
 
-    vocabulary = VocabParallelLogits([range(VOCAB)], Single(), SyncSampling(sampling))  # type: ignore[arg-type]
+    vocabulary = VocabParallelLogits([range(VOCAB)], Single(), SyncSamplingKernels(sampling))  # type: ignore[arg-type]
     rows, logits = [row(1)], random_logits(1)
     drawn = DeviceSampler(vocabulary, sampling, DeviceCopier(CPU)).start(logits, rows)  # type: ignore[arg-type]
     assert drawn.finish() == expected(logits, rows)
@@ -161,7 +161,7 @@ def test_columns_that_ranks_share_out(dtype: torch.dtype, ranks: int) -> None:
 
         def draw(rank: int, rows: list[SampleRow] = rows, meeting: Meeting = meeting) -> tuple[list[str], Any, Any]:
             log: list[str] = []
-            vocabulary = VocabParallelLogits(borders, MemoryGroup(meeting, rank), SyncSampling(sampling))
+            vocabulary = VocabParallelLogits(borders, MemoryGroup(meeting, rank), SyncSamplingKernels(sampling))
             own = whole[:, borders[rank].start : borders[rank].stop]
             drawn = DeviceSampler(vocabulary, Logged(log), LateTransfer(log)).start(own, rows)  # type: ignore[arg-type]
             assert log[-1] == "to host" and drawn.token_ids is not None
@@ -183,9 +183,9 @@ def test_the_likeliest_of_ranks_is_not_read_from_the_device() -> None:
         def all_gather(self, x: Tensor) -> list[Tensor]:
             return [x, x]
 
-    vocabulary = VocabParallelLogits([range(3), range(3, 9)], Group(), SyncSampling(sampling))
+    vocabulary = VocabParallelLogits([range(3), range(3, 9)], Group(), SyncSamplingKernels(sampling))
     assert vocabulary.argmax(torch.empty((4, 6), device="meta", dtype=torch.bfloat16)).shape == (4,)
-    vocabulary = VocabParallelLogits([range(9), range(9, 9)], Group(), SyncSampling(sampling))
+    vocabulary = VocabParallelLogits([range(9), range(9, 9)], Group(), SyncSamplingKernels(sampling))
     assert vocabulary.argmax(torch.empty((4, 0), device="meta")).shape == (4,)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_llm.common.types import Adapter, Request, Sampling
+from serve_llm.common.types import Adapter, EngineCoreRequest, Sampling
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.sequence import Sequence
 
@@ -11,7 +11,7 @@ def build(name: str, priority: int = 0) -> Sequence:
     """Build a sequence with the adapter of this name; "": without one."""
     adapter = Adapter(name, f"/{name}", name * 3) if name else None
     sampling = Sampling(max_tokens=1, seed=0)
-    request = Request(id=1, prompt_ids=[1], sampling=sampling, adapter=adapter, priority=priority)
+    request = EngineCoreRequest(id=1, prompt_ids=[1], sampling=sampling, adapter=adapter, priority=priority)
     return Sequence(request, (), 1, 0.0)
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_llm.common.types import LOWEST_PRIORITY, Adapter, Request, Sampling
+from serve_llm.common.types import LOWEST_PRIORITY, Adapter, EngineCoreRequest, Sampling
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from support.scheduling import Arrival, Load, loads
 
 NUM_ADAPTERS = 200
@@ -21,16 +21,16 @@ NUM_SLOTS = 8
 LONG = 2500  # tokens
 
 
-def ask(number: int, adapter: int | None, max_tokens: int) -> Request:
+def ask(number: int, adapter: int | None, max_tokens: int) -> EngineCoreRequest:
     """Build a request. adapter: its number."""
     named = None if adapter is None else Adapter(f"a{adapter}", f"/a{adapter}", f"digest {adapter}")
     sampling = Sampling(max_tokens=max_tokens, seed=0)
-    return Request(id=number, prompt_ids=[1 + number % 7, 2, number], sampling=sampling, adapter=named)
+    return EngineCoreRequest(id=number, prompt_ids=[1 + number % 7, 2, number], sampling=sampling, adapter=named)
 
 
 def make_scheduler(num_rows: int = 256, num_slots: int = NUM_SLOTS) -> Scheduler:
     return Scheduler(
-        (GroupLayout(64, None),),
+        (KVCacheSpec(64, None),),
         4000,
         max_num_seqs=num_rows,
         max_model_len=2 * LONG,
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     num_loads: list[int]  # adapters loaded, by step
 
 
-def run(scheduler: Scheduler, arrivals: dict[int, list[Request]], depth: int = 1) -> Run:
+def run(scheduler: Scheduler, arrivals: dict[int, list[EngineCoreRequest]], depth: int = 1) -> Run:
     """arrivals: by step. depth: steps in flight."""
     found = Run({}, Counter(), [])
     slots: dict[int | None, str] = {}
@@ -143,7 +143,7 @@ def test_random_loads(some: list[tuple], load: Load, num_slots: int, turn: int) 
     for number, (prompt, max_tokens, priority, adapter, step, abort) in enumerate(some):
         named = None if adapter is None else Adapter(f"a{adapter}", f"/a{adapter}", f"digest {adapter}")
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,))
-        request = Request(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, adapter=named)
+        request = EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, adapter=named)
         arrivals.append(Arrival(request, step, abort))
     scheduler = load.build_scheduler(max_loras=num_slots)
     with pytest.MonkeyPatch.context() as patch:

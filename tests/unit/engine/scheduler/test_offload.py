@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_llm.common.types import OffloadStats, Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, OffloadStats, Sampling
 from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.offload import FinishedTransfer, OffloadManager
 from serve_llm.engine.scheduler.scheduler import Scheduler
@@ -76,7 +76,7 @@ def test_random_loads(specs, load: Load, num_slots: int, has_store: bool, delay:
     arrivals = []
     for number, (prompt, max_tokens, step, is_aborted) in enumerate(specs):
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,))
-        arrivals.append(Arrival(Request(id=number, prompt_ids=prompt, sampling=sampling), step, is_aborted))
+        arrivals.append(Arrival(EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling), step, is_aborted))
     workers = FakeWorkers(load.groups, load.long_rope_threshold)
     store = FakeStore(workers, delay, broken) if has_store else None
     offload = OffloadManager(num_slots, store=store)
@@ -95,7 +95,7 @@ def make(num_slots: int, broken: int = 0) -> tuple[Scheduler, FakeWorkers, FakeS
 def compute(scheduler: Scheduler, workers: FakeWorkers, offload: OffloadManager, start: int) -> int | None:
     """Run a request of 17 prompt tokens, and let the store write. Returns how many were cached."""
     prompt = list(range(start, start + 17))
-    request = Request(id=start, prompt_ids=prompt, sampling=Sampling(max_tokens=1, seed=0))
+    request = EngineCoreRequest(id=start, prompt_ids=prompt, sampling=Sampling(max_tokens=1, seed=0))
     [output] = drive(scheduler, workers, {0: [(request, False)]}, 40, 1, offload=offload)[start]
     for _ in range(20):
         offload.exchange()
@@ -147,8 +147,8 @@ def test_others_are_computed_while_a_sequence_waits_for_the_store() -> None:
         compute(scheduler, workers, offload, start)
     store.delay = 20
     sampling = Sampling(max_tokens=1, seed=0)
-    first = Request(id=1, prompt_ids=list(range(100, 117)), sampling=sampling)
-    second = Request(id=2, prompt_ids=[7] * 5, sampling=sampling)
+    first = EngineCoreRequest(id=1, prompt_ids=list(range(100, 117)), sampling=sampling)
+    second = EngineCoreRequest(id=2, prompt_ids=[7] * 5, sampling=sampling)
     scheduler.add(first, 0.0)
     scheduler.add(second, 0.0)
     offload.exchange()

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.scheduler.policy import TokenBudget, WaitingQueue
 from serve_llm.engine.scheduler.sequence import Sequence
 
@@ -13,7 +13,7 @@ def waiting(*specs: tuple[int, int]) -> tuple[WaitingQueue, list[Sequence]]:
     """Return a queue with a sequence for each (tenant, priority), in this order of arrival."""
     queue, sequences = WaitingQueue(), []
     for number, (tenant, priority) in enumerate(specs):
-        request = Request(
+        request = EngineCoreRequest(
             id=number, prompt_ids=[1], sampling=Sampling(max_tokens=1, seed=0), tenant=tenant, priority=priority
         )
         sequences.append(Sequence(request, (), number, 0.0))
@@ -42,7 +42,7 @@ def test_who_stayed_away_gets_no_credit_and_who_generates_much_pays_for_it() -> 
     for sequence in sequences[:3]:
         queue.admit(sequence, 100)
     for number in range(6, 12):
-        request = Request(id=number, prompt_ids=[1], sampling=Sampling(max_tokens=1, seed=0), tenant=1)
+        request = EngineCoreRequest(id=number, prompt_ids=[1], sampling=Sampling(max_tokens=1, seed=0), tenant=1)
         queue.add(Sequence(request, (), number, 0.0))
     order = []
     for sequence in queue:

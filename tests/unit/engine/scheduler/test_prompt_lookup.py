@@ -7,10 +7,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_llm.common.types import Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, Sampling
+from serve_llm.engine.scheduler.ngram_index import MAX_CANDIDATES, hash_end
 from serve_llm.engine.scheduler.prompt_lookup import PromptLookup
 from serve_llm.engine.scheduler.recent_texts import MAX_GROUPS, MAX_IDS, RecentTextGroups, RecentTexts
-from serve_llm.engine.scheduler.run_index import MAX_CANDIDATES, hash_end
 from serve_llm.engine.scheduler.sequence import Sequence
 
 
@@ -101,9 +101,13 @@ def test_memory_is_bounded_and_so_is_the_work_of_a_step() -> None:
     assert propose(same, [1] * 10_000, 2) == [1, 1]
 
 
-def make_request(number: int, prompt: list[int], output: list[int], tenant: int = 0, salt: str = "") -> Request:
+def make_request(
+    number: int, prompt: list[int], output: list[int], tenant: int = 0, salt: str = ""
+) -> EngineCoreRequest:
     sampling = Sampling(max_tokens=9, seed=0)
-    return Request(id=number, prompt_ids=prompt, output_ids=output, sampling=sampling, tenant=tenant, cache_salt=salt)
+    return EngineCoreRequest(
+        id=number, prompt_ids=prompt, output_ids=output, sampling=sampling, tenant=tenant, cache_salt=salt
+    )
 
 
 def test_recent_outputs_of_the_same_key_and_salt() -> None:

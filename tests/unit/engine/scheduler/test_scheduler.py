@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_llm.common.types import LOWEST_PRIORITY, Adapter, FinishReason, Output, Request, Sampling
+from serve_llm.common.types import LOWEST_PRIORITY, Adapter, EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from support.scheduling import FULL, MIXED, Arrival, FakeWorkers, Load, drive, expected_output, loads, token_after
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -30,7 +30,7 @@ def test_random_loads(specs, load: Load) -> None:
     arrivals = []
     for number, (prompt, max_tokens, priority, salt, penalty, step, abort) in enumerate(specs):
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), repetition_penalty=penalty)
-        request = Request(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, cache_salt=salt)
+        request = EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, cache_salt=salt)
         arrivals.append(Arrival(request, step, abort))
     scheduler = load.build_scheduler()
     load.run(scheduler, arrivals)
@@ -52,7 +52,9 @@ def run_step(scheduler: Scheduler, workers: FakeWorkers, budget: int = 64) -> di
     return counts
 
 
-def run_one(scheduler: Scheduler, request: Request, workers: FakeWorkers | None = None) -> list[Output]:
+def run_one(
+    scheduler: Scheduler, request: EngineCoreRequest, workers: FakeWorkers | None = None
+) -> list[EngineCoreOutput]:
     return drive(scheduler, workers or FakeWorkers(FULL), {0: [(request, False)]}, 64, 1)[request.id]
 
 
@@ -66,11 +68,11 @@ def make(num_blocks: int = 100, groups=FULL, **options) -> Scheduler:
 
 def test_second_request_finds_the_first_ones_prefix_but_recomputes_its_last_token() -> None:
     scheduler, workers = make(), FakeWorkers(FULL)
-    request = Request(id=1, prompt_ids=list(range(8)), sampling=Sampling(max_tokens=1, seed=0))
+    request = EngineCoreRequest(id=1, prompt_ids=list(range(8)), sampling=sampling_of(1))
     assert run_one(scheduler, request, workers)[0].cached_tokens == 0
-    again = Request(id=2, prompt_ids=list(range(8)), sampling=Sampling(max_tokens=1, seed=0))
+    again = EngineCoreRequest(id=2, prompt_ids=list(range(8)), sampling=sampling_of(1))
     assert run_one(scheduler, again, workers)[0].cached_tokens == 4  # the second block's last token gives the next one
-    salted = Request(id=3, prompt_ids=list(range(8)), cache_salt="x", sampling=Sampling(max_tokens=1, seed=0))
+    salted = EngineCoreRequest(id=3, prompt_ids=list(range(8)), cache_salt="x", sampling=sampling_of(1))
     assert run_one(scheduler, salted, workers)[0].cached_tokens == 0
     assert scheduler.stats().prefix_cache_queries == 24
     assert scheduler.stats().prefix_cache_hits == 4
@@ -79,7 +81,7 @@ def test_second_request_finds_the_first_ones_prefix_but_recomputes_its_last_toke
 def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
     scheduler, workers = make(), FakeWorkers(FULL)
     for number in range(3):
-        scheduler.add(Request(id=number, prompt_ids=[*range(12), number], sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+        scheduler.add(EngineCoreRequest(id=number, prompt_ids=[*range(12), number], sampling=sampling_of(1)), 0.0)
     first = scheduler.schedule(64, 0.0)
     assert [(chunk.start, chunk.count) for chunk in first.scheduled] == [(0, 13)]
     scheduler.update_from_output(first, workers.execute(first))
@@ -92,47 +94,47 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
 def test_who_waits_for_room_is_not_deferred() -> None:
     scheduler = make(max_num_seqs=1)
     for number in range(3):
-        scheduler.add(Request(id=number, prompt_ids=[number], sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+        scheduler.add(EngineCoreRequest(id=number, prompt_ids=[number], sampling=sampling_of(1)), 0.0)
     scheduler.schedule(64, 0.0)
     assert (scheduler.stats().num_waiting, scheduler.stats().num_deferred) == (2, 0)
 
 
 def test_a_request_that_was_cut_goes_on_from_its_ids() -> None:
-    whole = run_one(make(), Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=9, seed=0)))
+    whole = run_one(make(), EngineCoreRequest(id=1, prompt_ids=[1, 2, 3], sampling=sampling_of(9)))
     ids = [i for output in whole for i in output.token_ids]
     for cut in range(len(ids)):
-        request = Request(id=1, prompt_ids=[1, 2, 3], output_ids=ids[:cut], sampling=Sampling(max_tokens=9, seed=0))
+        request = EngineCoreRequest(id=1, prompt_ids=[1, 2, 3], output_ids=ids[:cut], sampling=sampling_of(9))
         rest = [i for output in run_one(make(), request) for i in output.token_ids]
         assert ids[:cut] + rest == ids
 
 
 def test_a_request_with_nothing_left_ends_at_once() -> None:
-    request = Request(id=1, prompt_ids=[1], output_ids=[5, 7], sampling=Sampling(max_tokens=2, seed=0))
+    request = EngineCoreRequest(id=1, prompt_ids=[1], output_ids=[5, 7], sampling=sampling_of(2))
     output = make().add(request, 0.0)
     assert output is not None and output.finish_reason is FinishReason.LENGTH
 
 
 def test_max_tokens_zero_computes_the_prompt_only() -> None:
-    outputs = run_one(make(), Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=0, seed=0)))
+    outputs = run_one(make(), EngineCoreRequest(id=1, prompt_ids=[1, 2, 3], sampling=sampling_of(0)))
     assert [(o.token_ids, o.finish_reason) for o in outputs] == [([], FinishReason.LENGTH)]
 
 
 def test_full_pool_preempts_the_last_and_both_finish() -> None:
     scheduler = make(num_blocks=10, max_model_len=40)
-    sampling = Sampling(max_tokens=25, seed=0)
-    arrivals = {0: [(Request(id=n, prompt_ids=[n] * 5, sampling=sampling), False) for n in range(2)]}
+    sampling = sampling_of(25)
+    arrivals = {0: [(EngineCoreRequest(id=n, prompt_ids=[n] * 5, sampling=sampling), False) for n in range(2)]}
     got = drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1)
     assert scheduler.stats().num_preemptions > 0
     assert sum(o.num_preemptions for outputs in got.values() for o in outputs) == scheduler.stats().num_preemptions
     for number in range(2):
-        request = Request(id=number, prompt_ids=[number] * 5, sampling=sampling)
+        request = EngineCoreRequest(id=number, prompt_ids=[number] * 5, sampling=sampling)
         assert [i for o in got[number] for i in o.token_ids] == expected_output(request)[0]
 
 
 def test_window_gives_blocks_back() -> None:
-    scheduler = make(num_blocks=8, groups=(GroupLayout(4, 6),), max_model_len=1000, max_chunk=8)
-    request = Request(id=1, prompt_ids=[1] * 30, sampling=Sampling(max_tokens=200, seed=0))
-    outputs = drive(scheduler, FakeWorkers((GroupLayout(4, 6),)), {0: [(request, False)]}, 8, 1)[1]
+    scheduler = make(num_blocks=8, groups=(KVCacheSpec(4, 6),), max_model_len=1000, max_chunk=8)
+    request = EngineCoreRequest(id=1, prompt_ids=[1] * 30, sampling=sampling_of(200))
+    outputs = drive(scheduler, FakeWorkers((KVCacheSpec(4, 6),)), {0: [(request, False)]}, 8, 1)[1]
     assert len(outputs) == 200  # 230 tokens through room for 32
 
 
@@ -140,7 +142,7 @@ def test_priority_goes_first() -> None:
     scheduler = make(max_num_seqs=1)
     for number, priority in ((1, 5), (2, 0), (3, 0)):
         scheduler.add(
-            Request(id=number, prompt_ids=[number], priority=priority, sampling=Sampling(max_tokens=1, seed=0)), 0.0
+            EngineCoreRequest(id=number, prompt_ids=[number], priority=priority, sampling=sampling_of(1)), 0.0
         )
     order, workers = [], FakeWorkers(FULL)
     while scheduler.has_work:
@@ -153,9 +155,11 @@ def test_priority_goes_first() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_lowest_priority_makes_way(lack: dict[str, int], ahead: bool) -> None:
     scheduler = make(max_model_len=40, async_scheduling=ahead, **lack)
-    sampling = Sampling(max_tokens=9, seed=0)
-    wanted = {n: Request(id=n, prompt_ids=[n] * 5, sampling=sampling, priority=LOWEST_PRIORITY) for n in range(3)}
-    wanted |= {n: Request(id=n, prompt_ids=[n] * 12, sampling=sampling) for n in (3, 4)}
+    sampling = sampling_of(9)
+    wanted = {
+        n: EngineCoreRequest(id=n, prompt_ids=[n] * 5, sampling=sampling, priority=LOWEST_PRIORITY) for n in range(3)
+    }
+    wanted |= {n: EngineCoreRequest(id=n, prompt_ids=[n] * 12, sampling=sampling) for n in (3, 4)}
     arrivals = {0: [(wanted[n], False) for n in range(3)], 3: [(wanted[n], False) for n in (3, 4)]}
     got = drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1 + ahead, ahead)
     for number, request in wanted.items():
@@ -167,11 +171,14 @@ def test_the_lowest_priority_makes_way(lack: dict[str, int], ahead: bool) -> Non
 @pytest.mark.parametrize("ahead", [False, True])
 def test_batches_pause_but_for_a_share(ahead: bool) -> None:
     scheduler, workers = make(max_model_len=400, async_scheduling=ahead), FakeWorkers(FULL)
-    lines = [Request(id=n, prompt_ids=[n] * 5, sampling=sampling_of(300), priority=LOWEST_PRIORITY) for n in range(4)]
+    lines = [
+        EngineCoreRequest(id=n, prompt_ids=[n] * 5, sampling=sampling_of(300), priority=LOWEST_PRIORITY)
+        for n in range(4)
+    ]
     for request in lines:
         scheduler.add(request, 0.0)
     run_step(scheduler, workers)
-    scheduler.add(Request(id=9, prompt_ids=[9] * 24, sampling=sampling_of(200)), 0.0)
+    scheduler.add(EngineCoreRequest(id=9, prompt_ids=[9] * 24, sampling=sampling_of(200)), 0.0)
     counts = [run_step(scheduler, workers) for _ in range(100)]
     assert counts[0] == {9: 24}, "its first token does not wait for batches"
     assert counts[1] == {9: 1, 0: 1, 1: 1, 2: 1}  # one token for every eight of the other tenant
@@ -183,17 +190,17 @@ def test_batches_pause_but_for_a_share(ahead: bool) -> None:
 
 def test_a_batch_goes_on_beside_prompts_that_do_not_end() -> None:
     scheduler, workers = make(max_model_len=400, max_chunk=16), FakeWorkers(FULL)
-    scheduler.add(Request(id=0, prompt_ids=[5] * 5, sampling=sampling_of(300), priority=LOWEST_PRIORITY), 0.0)
+    scheduler.add(EngineCoreRequest(id=0, prompt_ids=[5] * 5, sampling=sampling_of(300), priority=LOWEST_PRIORITY), 0.0)
     run_step(scheduler, workers)
-    scheduler.add(Request(id=9, prompt_ids=[9] * 390, sampling=sampling_of(2)), 0.0)
+    scheduler.add(EngineCoreRequest(id=9, prompt_ids=[9] * 390, sampling=sampling_of(2)), 0.0)
     counts = [run_step(scheduler, workers) for _ in range(18)]
     assert [index for index, step in enumerate(counts) if 0 in step] == [8, 17]
 
 
 def test_a_line_of_a_batch_starts_beside_others() -> None:
     scheduler, workers = make(max_model_len=400), FakeWorkers(FULL)
-    scheduler.add(Request(id=9, prompt_ids=[9] * 24, sampling=sampling_of(300)), 0.0)
-    scheduler.add(Request(id=0, prompt_ids=[5] * 10, sampling=sampling_of(5), priority=LOWEST_PRIORITY), 0.0)
+    scheduler.add(EngineCoreRequest(id=9, prompt_ids=[9] * 24, sampling=sampling_of(300)), 0.0)
+    scheduler.add(EngineCoreRequest(id=0, prompt_ids=[5] * 10, sampling=sampling_of(5), priority=LOWEST_PRIORITY), 0.0)
     counts = [run_step(scheduler, workers) for _ in range(100)]
     assert sum(step.get(0, 0) for step in counts) == 10 + 4 and max(step.get(0, 0) for step in counts) <= 3
 
@@ -202,10 +209,10 @@ def test_a_line_of_a_batch_starts_beside_others() -> None:
 def test_a_prompt_of_a_batch_holds_nobody_up(blocked: str) -> None:
     scheduler, workers = make(max_model_len=400, max_chunk=16, max_num_seqs=2), FakeWorkers(FULL)
     prompt = list(range(100))
-    scheduler.add(Request(id=0, prompt_ids=prompt, sampling=sampling_of(5), priority=LOWEST_PRIORITY), 0.0)
+    scheduler.add(EngineCoreRequest(id=0, prompt_ids=prompt, sampling=sampling_of(5), priority=LOWEST_PRIORITY), 0.0)
     run_step(scheduler, workers, 16)
     other = prompt[:60] if blocked == "by its prefix" else [3] * 60
-    scheduler.add(Request(id=9, prompt_ids=other, sampling=sampling_of(5)), 0.0)
+    scheduler.add(EngineCoreRequest(id=9, prompt_ids=other, sampling=sampling_of(5)), 0.0)
     steps = 1
     while run_step(scheduler, workers, 16).get(9, 0) != 1:
         steps += 1
@@ -218,8 +225,10 @@ def test_a_prompt_of_a_batch_holds_nobody_up(blocked: str) -> None:
 def test_a_batch_gives_up_the_slot_of_an_adapter(ahead: bool) -> None:
     scheduler, workers = make(max_loras=1, async_scheduling=ahead), FakeWorkers(FULL)
     adapters = [Adapter(f"a{n}", f"/a{n}", f"digest {n}") for n in range(2)]
-    line = Request(id=0, prompt_ids=[1] * 5, sampling=sampling_of(30), priority=LOWEST_PRIORITY, adapter=adapters[0])
-    other = Request(id=1, prompt_ids=[2] * 5, sampling=sampling_of(9), adapter=adapters[1])
+    line = EngineCoreRequest(
+        id=0, prompt_ids=[1] * 5, sampling=sampling_of(30), priority=LOWEST_PRIORITY, adapter=adapters[0]
+    )
+    other = EngineCoreRequest(id=1, prompt_ids=[2] * 5, sampling=sampling_of(9), adapter=adapters[1])
     got = drive(scheduler, workers, {0: [(line, False)], 3: [(other, False)]}, 64, 1 + ahead, ahead)
     assert got[1][0].queued_seconds <= 2 + 2 * ahead  # steps
     for request in (line, other):
@@ -228,8 +237,8 @@ def test_a_batch_gives_up_the_slot_of_an_adapter(ahead: bool) -> None:
 
 def test_other_priorities_do_not_make_way() -> None:
     scheduler = make(max_num_seqs=1)
-    sampling = Sampling(max_tokens=9, seed=0)
-    arrivals = {n: [(Request(id=n, prompt_ids=[n], sampling=sampling, priority=-n), False)] for n in range(2)}
+    sampling = sampling_of(9)
+    arrivals = {n: [(EngineCoreRequest(id=n, prompt_ids=[n], sampling=sampling, priority=-n), False)] for n in range(2)}
     drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1)
     assert scheduler.stats().num_preemptions == 0
 
@@ -237,7 +246,7 @@ def test_other_priorities_do_not_make_way() -> None:
 def test_batches_under_way_share_the_sequences() -> None:
     scheduler, workers = make(max_num_seqs=7), FakeWorkers(FULL)
     for number in range(7):
-        scheduler.add(Request(id=number, prompt_ids=[number] * 3, sampling=Sampling(max_tokens=30, seed=0)), 0.0)
+        scheduler.add(EngineCoreRequest(id=number, prompt_ids=[number] * 3, sampling=sampling_of(30)), 0.0)
     under_way: list[tuple[SchedulerOutput, list[RunnerOutput]]] = []
     for step in range(25):
         while len(under_way) < 3:
@@ -250,7 +259,7 @@ def test_batches_under_way_share_the_sequences() -> None:
 
 def test_sampled_ids_reach_the_workers_with_the_next_chunk() -> None:
     scheduler, workers = make(), FakeWorkers(FULL)
-    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=4, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=0, prompt_ids=[1, 2, 3], sampling=sampling_of(4)), 0.0)
     sampled: list[int | None] = []
     while scheduler.has_work:
         batch = scheduler.schedule(64, 0.0)
@@ -263,9 +272,9 @@ def test_sampled_ids_reach_the_workers_with_the_next_chunk() -> None:
 
 def test_the_next_step_does_not_wait_for_the_last_ones_ids() -> None:
     scheduler, workers = make(async_scheduling=True), FakeWorkers(FULL)
-    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=4, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=0, prompt_ids=[1, 2, 3], sampling=sampling_of(4)), 0.0)
     penalty = Sampling(max_tokens=4, seed=0, repetition_penalty=1.1)
-    scheduler.add(Request(id=1, prompt_ids=[4], sampling=penalty), 0.0)
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[4], sampling=penalty), 0.0)
     first = scheduler.schedule(64, 0.0)
     results = workers.execute(first)
     second = scheduler.schedule(64, 0.0)
@@ -280,7 +289,7 @@ def test_what_was_computed_past_the_end_is_let_go() -> None:
     scheduler, workers = make(async_scheduling=True), FakeWorkers(FULL)
     first_id = token_after([1, 2, 3])
     sampling = Sampling(max_tokens=9, seed=0, stop_token_ids=(first_id,))
-    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=sampling), 0.0)
+    scheduler.add(EngineCoreRequest(id=0, prompt_ids=[1, 2, 3], sampling=sampling), 0.0)
     under_way = [(batch := scheduler.schedule(64, 0.0), workers.execute(batch)) for _ in range(2)]
     (output,) = scheduler.update_from_output(*under_way[0])
     assert output.finish_reason is FinishReason.STOP and scheduler.stats().kv_cache_usage > 0, (
@@ -293,10 +302,10 @@ def test_what_was_computed_past_the_end_is_let_go() -> None:
 def test_small_requests_that_keep_coming_do_not_starve_a_large_one() -> None:
     """With several batches in flight, the newest request is always in flight, and is not preempted for older ones."""
     scheduler, workers = make(num_blocks=14, max_chunk=8, prefix_caching=False), FakeWorkers(FULL)
-    large = Request(id=0, prompt_ids=[1] * 40, sampling=Sampling(max_tokens=2, seed=0))
+    large = EngineCoreRequest(id=0, prompt_ids=[1] * 40, sampling=sampling_of(2))
     under_way: list[tuple[SchedulerOutput, list[RunnerOutput]]] = []
     for step in range(300):
-        small = Request(id=step + 1, prompt_ids=[step % 40 + 2] * 6, sampling=Sampling(max_tokens=3, seed=0))
+        small = EngineCoreRequest(id=step + 1, prompt_ids=[step % 40 + 2] * 6, sampling=sampling_of(3))
         assert scheduler.add(small, float(step)) is None
         if step == 3:
             assert scheduler.add(large, float(step)) is None
@@ -318,15 +327,15 @@ def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
     """With a 30,000-token prompt running, requests are admitted at once and streams get a token in every step."""
     scheduler = make(num_blocks=10_000, max_model_len=40_000, max_chunk=512, prefix_caching=False)
     workers = FakeWorkers(FULL)
-    scheduler.add(Request(id=0, prompt_ids=[2] * 5, sampling=Sampling(max_tokens=1000, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=0, prompt_ids=[2] * 5, sampling=sampling_of(1000)), 0.0)
     scheduler.update_from_output(batch := scheduler.schedule(512, 0.0), workers.execute(batch))
-    scheduler.add(Request(id=1, prompt_ids=[1] * 30_000, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1] * 30_000, sampling=sampling_of(1)), 0.0)
     first: dict[int, int] = {}
     step = 0
     while 1 not in first:
         if step % 10 == 0:
             prompt = [3 + step % 7] * 400  # more than half a step
-            scheduler.add(Request(id=2 + step, prompt_ids=prompt, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+            scheduler.add(EngineCoreRequest(id=2 + step, prompt_ids=prompt, sampling=sampling_of(1)), 0.0)
         batch = scheduler.schedule(512, 0.0)
         is_last = any(chunk.req_index == 1 and chunk.sample for chunk in batch.scheduled)
         assert batch.num_tokens == 512 or is_last, "the long prompt takes what the others leave"
@@ -342,7 +351,7 @@ def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
 def test_long_prompts_go_one_after_another() -> None:
     scheduler = make(num_blocks=1000, max_model_len=1000, max_chunk=64, prefix_caching=False)
     for number in range(3):
-        scheduler.add(Request(id=number, prompt_ids=[number] * 200, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+        scheduler.add(EngineCoreRequest(id=number, prompt_ids=[number] * 200, sampling=sampling_of(1)), 0.0)
     order: list[int] = []
     while scheduler.has_work:
         batch = scheduler.schedule(64, 0.0)
@@ -354,10 +363,10 @@ def test_long_prompts_go_one_after_another() -> None:
 def test_a_heavy_tenant_does_not_starve_a_light_one() -> None:
     scheduler = make(num_blocks=200, max_num_seqs=2, prefix_caching=False)
     for number in range(40):
-        request = Request(id=number, prompt_ids=[number] * 20, sampling=Sampling(max_tokens=5, seed=0), tenant=0)
+        request = EngineCoreRequest(id=number, prompt_ids=[number] * 20, sampling=sampling_of(5), tenant=0)
         scheduler.add(request, 0.0)
     for number in range(40, 44):
-        request = Request(id=number, prompt_ids=[number] * 20, sampling=Sampling(max_tokens=5, seed=0), tenant=1)
+        request = EngineCoreRequest(id=number, prompt_ids=[number] * 20, sampling=sampling_of(5), tenant=1)
         scheduler.add(request, 0.0)
     order: list[int] = []
     while scheduler.has_work:
@@ -370,7 +379,7 @@ def test_a_heavy_tenant_does_not_starve_a_light_one() -> None:
 
 def test_blocks_are_sent_once() -> None:
     scheduler = Scheduler(MIXED, 64, max_num_seqs=1, max_model_len=64, max_chunk=64, prefix_caching=False)
-    scheduler.add(Request(id=1, prompt_ids=[1] * 6, sampling=Sampling(max_tokens=9, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1] * 6, sampling=sampling_of(9)), 0.0)
     found = []
     for _ in range(4):
         batch = scheduler.schedule(64, 0.0)

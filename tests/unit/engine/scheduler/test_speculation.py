@@ -9,9 +9,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_llm.common.types import FinishReason, Request, Sampling
+from serve_llm.common.types import EngineCoreRequest, FinishReason, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput
-from serve_llm.engine.scheduler.prompt_lookup import TextGuess
+from serve_llm.engine.scheduler.prompt_lookup import NgramDraft
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.speculation import TextSpeculator
 from serve_llm.engine.scheduler.step_costs import StepCosts
@@ -28,12 +28,12 @@ class Guesser:
         self.period = period
         self.match_length = match_length
 
-    def propose(self, token_ids: Sequence[int], count: int) -> TextGuess:
+    def propose(self, token_ids: Sequence[int], count: int) -> NgramDraft:
         ids = list(token_ids)
         for _ in range(count):
             ids.append(51 if len(ids) % self.period == 0 else token_after(ids))
         match_length = max(3, len(token_ids) % self.period) if self.match_length is None else self.match_length
-        return TextGuess(ids[len(token_ids) :], match_length)
+        return NgramDraft(ids[len(token_ids) :], match_length)
 
     def finish(self, sequence: object) -> None:
         """Do nothing: there is no state."""
@@ -59,7 +59,7 @@ def test_random_loads(specs, load: Load, num_tokens, period) -> None:
     arrivals = []
     for number, (prompt, max_tokens, logprobs, step, abort) in enumerate(specs):
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), logprobs=logprobs)
-        arrivals.append(Arrival(Request(id=number, prompt_ids=prompt, sampling=sampling), step, abort))
+        arrivals.append(Arrival(EngineCoreRequest(id=number, prompt_ids=prompt, sampling=sampling), step, abort))
     load.run(
         load.build_scheduler(speculator=TextSpeculator(num_tokens, lambda request: Guesser(period), time.monotonic)),
         arrivals,
@@ -93,7 +93,7 @@ def run(scheduler: Scheduler, workers: FakeWorkers) -> tuple[int, list[int]]:
 
 
 def add(scheduler: Scheduler, number: int) -> None:
-    scheduler.add(Request(id=number, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=number, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
 
 
 def count_drafts(scheduler: Scheduler, workers: FakeWorkers, num_steps: int) -> list[int]:
@@ -147,7 +147,7 @@ def test_after_drafts_that_fail_a_sequence_waits_ever_longer() -> None:
     scheduler = build_scheduler(speculator, max_model_len=400)
     speculator.costs = FreeDrafts()
     speculator._rates.observe = lambda length, came_true: None
-    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=300, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=300, seed=0)), 0.0)
     workers = FakeWorkers(FULL)
     steps = [number for number, drafts in enumerate(count_drafts(scheduler, workers, 280)) if drafts]
     waits = [after - before for before, after in pairwise(steps)]
@@ -244,7 +244,7 @@ def test_short_matches_are_not_looked_for_while_they_are_worth_nothing() -> None
     lengths: list[int] = []
 
     class Watched(Guesser):
-        def propose(self, token_ids: Sequence[int], count: int) -> TextGuess:
+        def propose(self, token_ids: Sequence[int], count: int) -> NgramDraft:
             lengths.append(len(token_ids))
             return super().propose(token_ids, count)
 
@@ -276,7 +276,7 @@ def test_no_lookups_and_no_drafts_in_a_pause() -> None:
 
 def test_counters_and_the_end_of_a_request() -> None:
     scheduler, speculator = make_scheduler(4, 1000)
-    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=30, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=30, seed=0)), 0.0)
     workers = FakeWorkers(FULL)
     num_steps = 0
     num_ids = 0
@@ -295,19 +295,19 @@ def test_counters_and_the_end_of_a_request() -> None:
 def test_no_draft_takes_the_blocks_that_others_need() -> None:
     """A draft preempts no request: without a free block, there is no draft."""
     scheduler, _ = make_scheduler(6, 1000, num_blocks=2, match_length=10)
-    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=6, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=6, seed=0)), 0.0)
     workers = FakeWorkers(FULL)
     assert run(scheduler, workers)[0] == 0
     drafts = scheduler.schedule(64, 0.0).scheduled[0].draft_ids
     assert len(drafts) == 2
     other, _ = make_scheduler(6, 1000, num_blocks=1)
-    other.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0)), 0.0)
+    other.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0)), 0.0)
     assert run(other, FakeWorkers(FULL))[0] == 0
 
 
 def test_an_error_is_the_requests_end() -> None:
     scheduler, _ = make_scheduler(4, 1000)
-    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=30, seed=0)), 0.0)
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=30, seed=0)), 0.0)
     run(scheduler, FakeWorkers(FULL))
     batch = scheduler.schedule(64, 0.0)
     assert batch.scheduled[0].draft_ids

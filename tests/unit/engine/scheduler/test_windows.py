@@ -10,17 +10,17 @@ import pytest
 from serve_llm.cli.plan.hardware import HardwareOptions
 from serve_llm.cli.plan.planner import make_plan
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import Request, Sampling
-from serve_llm.engine.config import CacheRow
+from serve_llm.common.types import EngineCoreRequest, Sampling
+from serve_llm.engine.config import KVCacheFormat
 from serve_llm.engine.model.spec import KVGroup
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.sequence import most_blocks
 from serve_llm.engine.worker import kv_cache
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from support import published
 
-ROW = CacheRow(2)
+ROW = KVCacheFormat(2)
 CHUNK = 2048  # tokens per step
 
 
@@ -43,7 +43,7 @@ def without_windows(groups: tuple[KVGroup, ...]) -> tuple[KVGroup]:
     return (replace(groups[0], layers=tuple(layers), sliding_window=None),)
 
 
-def lay_out(groups: tuple[KVGroup, ...], tokens: int, num_bytes: int = 0) -> CacheLayout:
+def lay_out(groups: tuple[KVGroup, ...], tokens: int, num_bytes: int = 0) -> KVCacheConfig:
     return kv_cache.plan_cache(groups, groups, ROW, 16, num_bytes, max_model_len=tokens, max_chunk=CHUNK)
 
 
@@ -88,7 +88,7 @@ def test_plan_says_so() -> None:
     assert with_windows.cache_tokens / without.cache_tokens == pytest.approx(3.99, abs=0.01)
 
 
-def most_at_a_time(layout: CacheLayout, tokens: int, submitted: int) -> int:
+def most_at_a_time(layout: KVCacheConfig, tokens: int, submitted: int) -> int:
     """Run this many requests of `tokens`, mostly prompt. Returns the largest number that generate at the same time."""
     scheduler = Scheduler(
         layout.groups,
@@ -101,7 +101,7 @@ def most_at_a_time(layout: CacheLayout, tokens: int, submitted: int) -> int:
     output = 300
     for number in range(submitted):
         sampling = Sampling(max_tokens=output, seed=0)
-        scheduler.add(Request(id=number, prompt_ids=[number] * (tokens - output), sampling=sampling), 0.0)
+        scheduler.add(EngineCoreRequest(id=number, prompt_ids=[number] * (tokens - output), sampling=sampling), 0.0)
     most = 0
     while scheduler.has_work:
         batch = scheduler.schedule(CHUNK, 0.0)

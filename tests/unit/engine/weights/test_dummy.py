@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serve_llm.engine.model.build import Part
+from serve_llm.engine.model.build import WeightSlice
 from serve_llm.engine.model.gguf_config import FORMS
-from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec
+from serve_llm.engine.model.quantization_spec import MXFP4, GroupQuantForm, GroupQuantSpec
 from serve_llm.engine.model.weight_format import BitsAndBytes4, NvFp4, ScaledNumbers
 from serve_llm.engine.weights.dummy import build_dummy_group_loader
 
@@ -16,16 +16,16 @@ FLOAT8 = ScaledNumbers("fp8", "block", (128, 128)).form
 ALL = [*FORMS.values(), MXFP4, FLOAT8, NvFp4().form, BitsAndBytes4("nf4", False).form]
 
 
-@pytest.mark.parametrize("form", [*ALL, GroupedForm(4, 128, has_zeros=True, has_order=True)], ids=str)
-def test_parts_of_one_weight(form: GroupedForm) -> None:
-    load = build_dummy_group_loader(3, GroupedSpec(in_checkpoint=True, default=form), torch.device("cpu"))
-    whole = load(NAME, SHAPE, Part(0, range(48)))
+@pytest.mark.parametrize("form", [*ALL, GroupQuantForm(4, 128, has_zeros=True, has_order=True)], ids=str)
+def test_parts_of_one_weight(form: GroupQuantForm) -> None:
+    load = build_dummy_group_loader(3, GroupQuantSpec(in_checkpoint=True, default=form), torch.device("cpu"))
+    whole = load(NAME, SHAPE, WeightSlice(0, range(48)))
     assert whole is not None
     weight = whole.dequantise()
     assert weight.std() == pytest.approx(0.02, rel=0.2) and weight.mean().abs() < 0.005
-    rows = load(NAME, SHAPE, Part(0, range(16, 32)))
+    rows = load(NAME, SHAPE, WeightSlice(0, range(16, 32)))
     assert rows is not None and torch.equal(rows.dequantise(), weight[16:32])
-    columns = load(NAME, SHAPE, Part(1, range(80, 200)))
+    columns = load(NAME, SHAPE, WeightSlice(1, range(80, 200)))
     if form.has_order:
         assert columns is None
     else:
@@ -33,7 +33,7 @@ def test_parts_of_one_weight(form: GroupedForm) -> None:
 
 
 def test_what_is_in_floating_point() -> None:
-    spec = GroupedSpec(in_checkpoint=True, default=MXFP4, others={"layers.0.ffn.down": None})
+    spec = GroupQuantSpec(in_checkpoint=True, default=MXFP4, others={"layers.0.ffn.down": None})
     load = build_dummy_group_loader(3, spec, torch.device("cpu"))
-    assert load(NAME, SHAPE, Part(0, range(48))) is None
-    assert load("layers.0.ffn.router.weight", SHAPE, Part(0, range(48))) is None
+    assert load(NAME, SHAPE, WeightSlice(0, range(48))) is None
+    assert load("layers.0.ffn.router.weight", SHAPE, WeightSlice(0, range(48))) is None

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.model.build import Part
+from serve_llm.engine.model.build import WeightSlice
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import MLASpec, MoESpec
 from serve_llm.engine.model.weight_map import WeightRule
@@ -258,7 +258,7 @@ def test_parts_are_the_parts_of_the_whole(family: str, tmp_path: Path) -> None:
             assert tuple(whole.shape) == shape
             for dimension in range(len(shape)):
                 for own in (range(0), range(5, 19), range(shape[dimension] - 1, shape[dimension])):
-                    part = load_parameter(name, shape, Part(dimension, own))
+                    part = load_parameter(name, shape, WeightSlice(dimension, own))
                     assert torch.equal(part, whole.narrow(dimension, own.start, len(own)))
 
 
@@ -269,7 +269,7 @@ def test_parts_of_a_fused_tensor_do_not_touch_its_neighbours(tmp_path: Path) -> 
     checkpoint = Checkpoint(tmp_path)
     sources = match_tensors(checkpoint, spec, weight_map, "here")[1]
     found = CheckpointLoader(checkpoint, sources, torch.float32, CPU)(
-        "layers.1.attention.k.weight", (57, 57), Part(0, range(19, 38))
+        "layers.1.attention.k.weight", (57, 57), WeightSlice(0, range(19, 38))
     )
     assert torch.equal(found, fused.T[57 + 19 : 57 + 38])
 
@@ -289,7 +289,7 @@ def test_any_rows_of_groups_of_heads(tmp_path: Path) -> None:
         for start in range(len(whole)):
             for stop in range(start, len(whole) + 1):
                 found = load_parameter(
-                    f"layers.1.attention.{part}.weight", tuple(whole.shape), Part(0, range(start, stop))
+                    f"layers.1.attention.{part}.weight", tuple(whole.shape), WeightSlice(0, range(start, stop))
                 )
                 assert torch.equal(found, whole[start:stop])
 

@@ -34,7 +34,7 @@ def test_whole_and_strided_tensors_arrive(
 ) -> None:
     monkeypatch.setattr(upload, "BUFFER_BYTES", 300)  # so small that most tensors take several pieces
     buffers = [SlowBuffer(300), SlowBuffer(300)]
-    put = upload.Upload(torch.device("cpu"), buffers)
+    put = upload.WeightUploader(torch.device("cpu"), buffers)
     tensor = torch.randint(-100, 100, shape).to(dtype)
     assert torch.equal(put(tensor), tensor)
     if tensor.dim() > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.worker.cpu_threads import Threads, announce, choose_threads, usable_cores
+from serve_llm.engine.worker.cpu_threads import CpuThreads, choose_threads, log_threads, usable_cores
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -45,8 +45,8 @@ def test_cores_by_affinity_and_quota(tmp_path: Path, files: dict[str, str], core
 
 def test_who_says_how_many_threads() -> None:
     assert [choose_threads(None, None, 8, ranks).count for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
-    assert choose_threads(None, 3, 8, 2) == Threads(3, "OMP_NUM_THREADS", 8, 2)
-    assert choose_threads(5, 3, 8, 2) == Threads(5, "--cpu-threads", 8, 2)
+    assert choose_threads(None, 3, 8, 2) == CpuThreads(3, "OMP_NUM_THREADS", 8, 2)
+    assert choose_threads(5, 3, 8, 2) == CpuThreads(5, "--cpu-threads", 8, 2)
     assert choose_threads(None, None, 1, 1).text == "1 thread (1 core for 1 rank)"
     assert choose_threads(None, None, 8, 4).text == "2 threads per rank (8 cores for 4 ranks)"
 
@@ -60,13 +60,13 @@ def test_more_threads_than_cores_are_warned_of(
 ) -> None:
     count, cores, ranks = threads
     with caplog.at_level("INFO"):
-        announce([choose_threads(count, None, cores, ranks)] * ranks)
+        log_threads([choose_threads(count, None, cores, ranks)] * ranks)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"][: 1 + warned]
 
 
 def test_hosts_that_differ_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        announce([choose_threads(None, None, cores, 2) for cores in (8, 4, 8)])
+        log_threads([choose_threads(None, None, cores, 2) for cores in (8, 4, 8)])
     assert caplog.messages == [
         "Rank 0, 2: computing with 4 threads per rank (8 cores for 2 ranks)",
         "Rank 1: computing with 2 threads per rank (4 cores for 2 ranks)",

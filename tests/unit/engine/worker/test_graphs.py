@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serve_llm.engine.model.inputs import StepInputs
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, mixed_sequences
-from serve_llm.engine.worker.graphs import Captured, PackedShape, StepGraphs
-from serve_llm.engine.worker.input_batch import BatchArrays
+from serve_llm.engine.worker.graphs import CapturedGraph, GraphRunner, InputBufferLayout
+from serve_llm.engine.worker.input_batch import HostInputs
 
-GROUPS = (GroupLayout(4, None), GroupLayout(8, 6))
+GROUPS = (KVCacheSpec(4, None), KVCacheSpec(8, 6))
 
 
 @given(st.integers(1, 3000))
@@ -35,7 +35,7 @@ def test_the_ladder_reaches_from_one_to_the_most(most: int) -> None:
 def test_packed_numbers_lie_apart_and_where_kernels_expect_them(
     tokens: int, rows: int, groups: int, sequences: int
 ) -> None:
-    shape = PackedShape(3 + groups, tokens, rows, 2 + groups, sequences)
+    shape = InputBufferLayout(3 + groups, tokens, rows, 2 + groups, sequences)
     packed = torch.zeros(shape.size, dtype=torch.int64)
     numbers, row_view, lengths = shape.split(packed, packed.view(torch.int32))
     parts = [*numbers, row_view, *lengths]
@@ -56,7 +56,7 @@ class Log:
         self.captured: list[int] = []
         self.places: list[int] = []  # captured positions
         self.replayed = 0
-        self.graphs = StepGraphs(
+        self.graphs = GraphRunner(
             self.compute,
             self.capture,
             DeviceCopier(torch.device("cpu")),
@@ -75,7 +75,7 @@ class Log:
             hidden = hidden + received
         return hidden if rows is None else hidden[rows]
 
-    def capture(self, compute: Callable[[], Tensor]) -> Captured:
+    def capture(self, compute: Callable[[], Tensor]) -> CapturedGraph:
         made = compute()
         self.places.append(made.data_ptr())
         output = torch.zeros_like(made)
@@ -85,12 +85,12 @@ class Log:
             self.replayed += 1
             output.copy_(compute())
 
-        return Captured(replay, output)
+        return CapturedGraph(replay, output)
 
 
-def step(count: int, first_id: int = 0) -> BatchArrays:
+def step(count: int, first_id: int = 0) -> HostInputs:
     numbers = np.arange(first_id, first_id + count)
-    return BatchArrays(
+    return HostInputs(
         ids=numbers,
         req_indices=numbers[::-1].copy(),
         positions=numbers + 3,
@@ -168,7 +168,7 @@ def test_logits_of_all_sizes_have_one_place() -> None:
     assert log.captured == [4, 20, 1] and len(set(log.places)) == 1
 
 
-def mixed_step(counts: list[int], first_id: int = 0) -> BatchArrays:
+def mixed_step(counts: list[int], first_id: int = 0) -> HostInputs:
     """Build a step with prompts of these lengths."""
     arrays = step(sum(counts), first_id)
     ends = np.cumsum(counts)
@@ -213,7 +213,7 @@ def test_which_steps_with_prompts_have_a_graph() -> None:
     assert graphs.can_run(mixed_step([*even, 12][1:]), 20) and graphs.can_run(mixed_step([20]), 1)
     assert not graphs.can_run(mixed_step([513]), 1)
     assert not graphs.can_run(mixed_step([1] * 21), 1) and not graphs.can_run(mixed_step([30]), 21)
-    chunked = (GROUPS[0], GroupLayout(4, 16, chunked=True))
+    chunked = (GROUPS[0], KVCacheSpec(4, 16, chunked=True))
     crossing = dataclasses.replace(mixed_step([9]), groups=chunked)  # at positions 4 to 12
     assert graphs.can_run(crossing, 1)
     beyond = dataclasses.replace(crossing, context_lens=crossing.context_lens + 8)

@@ -5,7 +5,7 @@ import torch
 
 from serve_llm.common.types import Sampling
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.worker.input_batch import LAST_SAMPLED, InputBatch, LastTokenIds
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ def admit(req_index: int, token_ids: list[int], num_prompt: int, prompt_logprobs
 
 
 def test_ids_and_blocks_of_many_requests_are_added_in_one_step() -> None:
-    batch = InputBatch([GroupLayout(4, None), GroupLayout(8, 6)], max_num_seqs=5, max_model_len=32)
+    batch = InputBatch([KVCacheSpec(4, None), KVCacheSpec(8, 6)], max_num_seqs=5, max_model_len=32)
     first = [ScheduledTokens(3, 0, 4, ([7], [9]), True, []), ScheduledTokens(1, 0, 3, ([5], [6]), True, [])]
     batch.apply(SchedulerOutput([admit(3, [10, 11, 12, 13], 4), admit(1, [20, 21, 22], 3)], first))
     second = [
@@ -36,7 +36,7 @@ def test_ids_and_blocks_of_many_requests_are_added_in_one_step() -> None:
 
 
 def test_the_next_request_at_an_index_has_nothing_of_the_last_one() -> None:
-    batch = InputBatch([GroupLayout(4, None)], max_num_seqs=1, max_model_len=32)
+    batch = InputBatch([KVCacheSpec(4, None)], max_num_seqs=1, max_model_len=32)
     chunk = ScheduledTokens(0, 0, 2, ([3],), True, [])
     batch.apply(SchedulerOutput([admit(0, [1, 2, 3, 4, 5], 2, prompt_logprobs=1)], [chunk]))
     assert batch[0].prompt_ids.tolist() == [1, 2] and batch[0].later_ids[:3].tolist() == [3, 4, 5]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from serve_llm.common.errors import CapacityError, OptionError
-from serve_llm.engine.config import CacheRow
+from serve_llm.engine.config import KVCacheFormat
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import AttentionSpec, KVGroup, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
@@ -23,7 +23,7 @@ def test_groups_share_equal_byte_blocks() -> None:
         KVGroup(layers=tuple(range(21)), num_kv_heads=2, head_dim=64, sliding_window=None),
         KVGroup(layers=(21, 22, 23), num_kv_heads=2, head_dim=64, sliding_window=128),
     )
-    layout = kv_cache.plan_cache(groups, groups, CacheRow(2), block_size=16, num_bytes=10_000_000, **FULL)
+    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), block_size=16, num_bytes=10_000_000, **FULL)
     assert layout.block_bytes == 21 * 2 * 2 * 64 * 2 * 16
     assert [group.block_size for group in layout.groups] == [16, 64]  # 3 layers fit 7 times as many tokens
     assert layout.num_blocks == 10_000_000 // layout.block_bytes
@@ -35,7 +35,7 @@ def test_groups_share_equal_byte_blocks() -> None:
 )
 def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
     groups = (KVGroup(layers=(0,), num_kv_heads=2, head_dim=64, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, CacheRow(2), 16, 16 << 20, **FULL)
+    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), 16, 16 << 20, **FULL)
     [cache] = allocate_cache(layout, groups, torch.bfloat16, torch.device("cpu"))
     address = cache.data_ptr() + (4 << 20)
     flags: list[str] = []
@@ -52,7 +52,7 @@ def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
 
 def test_an_int8_cache_counts_its_scales() -> None:
     groups = (KVGroup(layers=tuple(range(24)), num_kv_heads=2, head_dim=64, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, CacheRow(1, scale_bytes=4), 16, 1 << 28, **FULL)
+    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(1, scale_bytes=4), 16, 1 << 28, **FULL)
     assert layout.block_bytes == 24 * 2 * 2 * 68 * 16
     assert layout.num_blocks == (1 << 28) // layout.block_bytes
     caches = allocate_cache(replace(layout, num_blocks=3), groups, torch.int8, torch.device("cpu"))
@@ -63,7 +63,7 @@ def test_an_int8_cache_counts_its_scales() -> None:
     assert all((cache == number).all() for number, cache in enumerate(caches))  # they do not overlap
 
 
-@pytest.mark.parametrize(("dtype", "row"), [(torch.float32, CacheRow(4)), (torch.int8, CacheRow(1, 4))])
+@pytest.mark.parametrize(("dtype", "row"), [(torch.float32, KVCacheFormat(4)), (torch.int8, KVCacheFormat(1, 4))])
 @pytest.mark.parametrize(
     "grid",
     [
@@ -76,7 +76,7 @@ def test_an_int8_cache_counts_its_scales() -> None:
     ],
 )
 def test_ranks_agree_on_tokens_and_blocks_hold_what_a_rank_has(
-    grid: ParallelLayout, dtype: torch.dtype, row: CacheRow
+    grid: ParallelLayout, dtype: torch.dtype, row: KVCacheFormat
 ) -> None:
     full = AttentionSpec(6, 3, 14, 1.0)
     layer = LayerSpec(full, MLPSpec(97, "silu"), NormSpec("rms", 1e-6))
@@ -100,7 +100,7 @@ def test_ranks_agree_on_tokens_and_blocks_hold_what_a_rank_has(
 
 def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     groups = (KVGroup(layers=(0,), num_kv_heads=1, head_dim=8, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 1000 * 16, **FULL)
+    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(4), block_size=16, num_bytes=64 * 1000 * 16, **FULL)
     with caplog.at_level(logging.INFO):
         kv_cache.check_capacity(layout, max_model_len=1600, max_chunk=64, device="cpu")
     assert [record.getMessage() for record in caplog.records] == [
@@ -111,7 +111,7 @@ def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_too_small_a_cache_says_what_to_change() -> None:
     groups = (KVGroup(layers=(0,), num_kv_heads=1, head_dim=8, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 16 * 3, **FULL)
+    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(4), block_size=16, num_bytes=64 * 16 * 3, **FULL)
     with pytest.raises(
         CapacityError, match=r"room for 4\d tokens, but one request may need 100: .* at least 7,168 bytes"
     ):
@@ -128,8 +128,8 @@ def test_default_cpu_cache_is_bounded_by_free_memory() -> None:
 
 
 def test_sizes_for_people() -> None:
-    assert kv_cache.size_text(13639680) == "13.01 MiB"
-    assert kv_cache.size_text(1536 << 30) == "1,536.00 GiB"
+    assert kv_cache.format_bytes(13639680) == "13.01 MiB"
+    assert kv_cache.format_bytes(1536 << 30) == "1,536.00 GiB"
 
 
 def test_free_memory_is_read_from_this_machine() -> None:
@@ -161,7 +161,7 @@ def test_chunks_are_whole_blocks() -> None:
 
     def lay_out(block_size: int) -> list[tuple[int, bool]]:
         groups = (chunked, whole)
-        layout = kv_cache.plan_cache(groups, groups, CacheRow(2), block_size, 1 << 20, **FULL)
+        layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), block_size, 1 << 20, **FULL)
         return [(group.block_size, group.chunked) for group in layout.groups]
 
     assert lay_out(16)[0] == (16, True)

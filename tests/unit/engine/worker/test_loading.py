@@ -12,7 +12,7 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights import load
-from serve_llm.engine.worker import runner
+from serve_llm.engine.worker import model_runner
 from serve_llm.engine.worker.worker import Worker
 from support.gpu_path import KERNELS, Recorder
 from support.ranks import Ranks
@@ -39,7 +39,7 @@ def test_a_rank_captures_steps_only_if_all_ranks_can(
     """Otherwise it would make other collective calls than the rest: more trial steps, and padded steps."""
     make_checkpoint(tmp_path, "llama")
     monkeypatch.setattr(load, "choose", lambda *_, **__: KERNELS)
-    monkeypatch.setattr(runner, "CudaCapture", Recorder)
+    monkeypatch.setattr(model_runner, "CudaCapture", Recorder)
     options = make_options(str(tmp_path), device="cpu", kv_cache_memory="1MiB", load_format="dummy")
     config, spec, weights = resolve_all(options, str(tmp_path), read_config(tmp_path))
     config = replace(config, enforce_eager=False)

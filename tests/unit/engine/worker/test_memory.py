@@ -19,10 +19,10 @@ from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.output import SchedulerOutput
-from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.worker import worker
 from serve_llm.engine.worker.graphs import Capture
-from serve_llm.engine.worker.kv_cache import CacheLayout, size_text
+from serve_llm.engine.worker.kv_cache import KVCacheConfig, format_bytes
 from serve_llm.engine.worker.memory import (
     build_dummy_batch,
     check_capability,
@@ -30,7 +30,7 @@ from serve_llm.engine.worker.memory import (
     count_held_bytes,
     find_free_gpu_memory,
 )
-from serve_llm.engine.worker.runner import Runner
+from serve_llm.engine.worker.model_runner import ModelRunner
 from support import gpu_path
 from support.config import CONFIG
 from support.engine import make_engine
@@ -82,8 +82,8 @@ def test_the_share_of_the_card_less_others_weights_and_steps(
     card = Card(graphs)
     card.patch(monkeypatch)
     config = replace(CONFIG, gpu_memory_utilization=0.9, max_num_seqs=3, max_num_batched_tokens=512, max_model_len=100)
-    layout = CacheLayout((GroupLayout(16, None),), block_bytes=GIB, num_blocks=1)
-    free = find_free_gpu_memory(config, cast(Runner, card), layout, torch.device("cuda"))
+    layout = KVCacheConfig((KVCacheSpec(16, None),), block_bytes=GIB, num_blocks=1)
+    free = find_free_gpu_memory(config, cast(ModelRunner, card), layout, torch.device("cuda"))
     mixed = [[99, 1, 1]] if graphs else []
     assert card.tried == [[99], [1, 1, 1], *mixed]  # a prompt leaves room for a token; all rows have logits
     assert card.captured == ([3, 2] if graphs else [])
@@ -156,7 +156,7 @@ def test_the_log_says_what_was_allocated(tmp_path: Path, caplog: pytest.LogCaptu
     found = engine._executor._worker  # type: ignore[attr-defined]
     cache = found._runner.caches[0].untyped_storage().nbytes()
     assert found.weight_bytes >= sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-    assert f"Weights: {size_text(found.weight_bytes)}, KV cache: {size_text(cache)}" in caplog.text
+    assert f"Weights: {format_bytes(found.weight_bytes)}, KV cache: {format_bytes(cache)}" in caplog.text
 
 
 def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: 
     make_checkpoint(tmp_path, "llama")
     tried: list[int] = []
 
-    def free(config: object, runner: Runner, layout: CacheLayout, device: torch.device) -> int:
+    def free(config: object, runner: ModelRunner, layout: KVCacheConfig, device: torch.device) -> int:
         tried.append(layout.num_bytes)
         for counts in ([37], [1] * 5):
             runner.run_dummy(build_dummy_batch(counts, layout.groups))
@@ -179,10 +179,10 @@ def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: 
     assert tried == [layout.block_bytes] * 2 and layout.num_blocks == (1 << 24) // layout.block_bytes
 
 
-def plan_on_a_gpu(found: worker.Worker, monkeypatch: pytest.MonkeyPatch) -> CacheLayout:
+def plan_on_a_gpu(found: worker.Worker, monkeypatch: pytest.MonkeyPatch) -> KVCacheConfig:
     here, build_runner = found._config, found._build_runner
 
-    def runner_on_a_cpu(layout: CacheLayout, capture: Capture | None = None) -> Runner:
+    def runner_on_a_cpu(layout: KVCacheConfig, capture: Capture | None = None) -> ModelRunner:
         with monkeypatch.context() as patch:
             patch.setattr(found, "_config", here)
             return build_runner(layout, capture)

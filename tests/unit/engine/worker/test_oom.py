@@ -29,21 +29,21 @@ KERNEL, CUBLAS = (
 )
 def test_a_shortage_at_start_is_a_matter_of_capacity_and_one_in_a_step_a_failure(error: Exception) -> None:
     with pytest.raises(CapacityError, match=r"^out of memory while loading: .+; lower --kv-cache-memory"):
-        with oom.raise_as(CapacityError, "while loading"):
+        with oom.translate_oom(CapacityError, "while loading"):
             raise error
     with pytest.raises(EngineError, match=r"^out of memory in a step: .+; lower --max-num-batched-tokens") as caught:
-        with oom.raise_as(EngineError, "in a step"):
+        with oom.translate_oom(EngineError, "in a step"):
             raise error
     assert "non-PyTorch" not in str(caught.value)
 
 
 def test_what_torch_really_raises_on_a_cpu() -> None:
-    with pytest.raises(CapacityError, match="can't allocate memory"), oom.raise_as(CapacityError, "while trying"):
+    with pytest.raises(CapacityError, match="can't allocate memory"), oom.translate_oom(CapacityError, "while trying"):
         torch.empty(2**50)
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    for guard in (oom.raise_as(CapacityError, "while loading"), oom.raise_as(EngineError, "in a step")):
+    for guard in (oom.translate_oom(CapacityError, "while loading"), oom.translate_oom(EngineError, "in a step")):
         with pytest.raises(RuntimeError, match=r"^shapes") as caught, guard:
             raise RuntimeError("shapes do not fit")
         assert type(caught.value) is RuntimeError

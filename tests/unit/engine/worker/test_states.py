@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from serve_llm.engine.config import CacheRow
+from serve_llm.engine.config import KVCacheFormat
 from serve_llm.engine.model import delta_net_spec
-from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.worker import kv_cache
-from serve_llm.engine.worker.kv_cache import CacheLayout, find_state_sizes
+from serve_llm.engine.worker.kv_cache import KVCacheConfig, find_state_sizes
 from serve_llm.engine.worker.memory import allocate_cache
 from serve_llm.kernels import delta_rule
 from support.config import CONFIG
 
-MIXER = DeltaNetSpec(num_heads=6, num_kv_heads=3, key_dim=10, value_dim=11, conv_kernel=4, norm_eps=1e-6)
+MIXER = GatedDeltaNetSpec(num_heads=6, num_kv_heads=3, key_dim=10, value_dim=11, conv_kernel=4, norm_eps=1e-6)
 LINEAR = LayerSpec(MIXER, MLPSpec(97, "silu"), NormSpec("rms", 1e-6))
 FULL = replace(LINEAR, attention=AttentionSpec(6, 3, 16, 1.0))
 SPEC = ModelSpec("X", 331, 60, 256, (LINEAR, FULL, LINEAR), None, tie_word_embeddings=True)
@@ -28,13 +28,13 @@ SPEC = ModelSpec("X", 331, 60, 256, (LINEAR, FULL, LINEAR), None, tie_word_embed
 ONE = ParallelLayout()
 
 
-def plan(num_bytes: int, grid: ParallelLayout = ONE, rank: int = 0, max_num_seqs: int = 4) -> CacheLayout:
+def plan(num_bytes: int, grid: ParallelLayout = ONE, rank: int = 0, max_num_seqs: int = 4) -> KVCacheConfig:
     shard = build_shard(SPEC, grid, rank)
     config = replace(CONFIG, max_num_seqs=max_num_seqs)
     return kv_cache.plan_cache(
         SPEC.kv_groups,
         shard.kv_groups(SPEC),
-        CacheRow(4),
+        KVCacheFormat(4),
         8,
         num_bytes,
         max_model_len=64,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.worker.graphs import Size, compute_now
+from serve_llm.engine.worker.graphs import BatchDescriptor, run_eagerly
 from serve_llm.engine.worker.warm_up import compile_kernels, warm_up
 from serve_llm.kernels import registry
 from support.config import CONFIG
@@ -20,12 +20,12 @@ from support.triton import NO_TRITON
 @pytest.mark.parametrize(
     ("max_num_seqs", "captured"),
     [
-        (20, {Size(16, 16, True), Size(8, 8), Size(1, 1)}),
-        (1, {Size(16, 1, True), Size(1, 1)}),
+        (20, {BatchDescriptor(16, 16, True), BatchDescriptor(8, 8), BatchDescriptor(1, 1)}),
+        (1, {BatchDescriptor(16, 1, True), BatchDescriptor(1, 1)}),
     ],
 )
 def test_common_steps_are_captured_and_requests_go_on_as_before(
-    max_num_seqs: int, captured: set[Size], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_num_seqs: int, captured: set[BatchDescriptor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama")
     options = {"block_size": 8, "max_num_seqs": max_num_seqs}
@@ -51,10 +51,12 @@ def test_sizes_for_which_kernels_are_compiled(tmp_path: Path, monkeypatch: pytes
     engine = make_gpu_engine(tmp_path, monkeypatch, **options)
     worker = engine._executor._worker  # type: ignore[attr-defined]
     one_block = replace(worker._layout, num_blocks=1)
-    runner = worker._build_runner(one_block, compute_now)
+    runner = worker._build_runner(one_block, run_eagerly)
     compile_kernels(runner, worker._config, one_block, 2)
-    decodes = {Size(count, count) for count in (1, 2, 4, 8, 16)}
-    assert set(runner.graphs._buffers) == decodes | {Size(count, 16, True) for count in (16, 32, 64, 128, 256, 512)}
+    decodes = {BatchDescriptor(count, count) for count in (1, 2, 4, 8, 16)}
+    assert set(runner.graphs._buffers) == decodes | {
+        BatchDescriptor(count, 16, True) for count in (16, 32, 64, 128, 256, 512)
+    }
     assert not graphs_of(engine)._buffers
     found = generate(engine, requests)
     assert {number: result.token_ids for number, result in found.items()} == {
@@ -77,7 +79,7 @@ def test_meaningless_results_raise_nothing(family: str, tmp_path: Path, monkeypa
     launched: list[object] = []
     monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel))
     one_block = replace(worker._layout, num_blocks=1)
-    compile_kernels(worker._build_runner(one_block, compute_now), worker._config, one_block, 2)
+    compile_kernels(worker._build_runner(one_block, run_eagerly), worker._config, one_block, 2)
     assert len(set(launched)) > 5
 
 

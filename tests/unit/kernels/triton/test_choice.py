@@ -16,7 +16,13 @@ from serve_llm.common.errors import OptionError
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.weights import load
 from serve_llm.kernels import registry
-from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, Features, Offer, UnavailableBackend
+from serve_llm.kernels.backends.backend import (
+    AttentionBackend,
+    AttentionForm,
+    BackendRequirements,
+    Offer,
+    UnavailableBackend,
+)
 from support.forward import Harness, load_whole
 from support.tiny import config_of, make_checkpoint
 from support.triton import NO_TRITON
@@ -51,10 +57,10 @@ def test_what_is_batch_invariant() -> None:
 
 
 def test_attention_of_another_backend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    asked: list[Features] = []
+    asked: list[BackendRequirements] = []
     answers: dict[str, Offer] = {}
 
-    def offer(features: Features) -> Offer:
+    def offer(features: BackendRequirements) -> Offer:
         asked.append(features)
         return answers["flash"]
 
@@ -70,7 +76,7 @@ def test_attention_of_another_backend(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert caplog.messages == ["GPU kernels: Triton; attention: Triton; not Flash: it is too old"]
     with pytest.raises(UnavailableBackend, match=r"^Flash: it is too old$"):
         choose("flash")
-    assert asked == [Features(GPU, torch.bfloat16, None, {AttentionForm(64)})] * 2
+    assert asked == [BackendRequirements(GPU, torch.bfloat16, None, {AttentionForm(64)})] * 2
     choose("triton")
     assert caplog.messages == ["GPU kernels: Triton; attention: Triton"] and len(asked) == 2
     answers["flash"] = {"paged_attention": print}
@@ -92,7 +98,7 @@ def test_attention_of_another_backend(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_backends_are_told_what_a_model_needs(
     family: str, forms: set[AttentionForm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def offer(features: Features) -> Offer:
+    def offer(features: BackendRequirements) -> Offer:
         kinds = {replace(form, head_dim=8, value_dim=form.value_dim and 4) for form in features.attention_forms}
         assert kinds == {replace(form, head_dim=8, value_dim=form.value_dim and 4) for form in forms}
         return "it was told"

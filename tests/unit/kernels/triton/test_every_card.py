@@ -26,7 +26,7 @@ from serve_llm.kernels.triton.delta_rule import gated_delta_rule
 from serve_llm.kernels.triton.fp8 import quantise_rows
 from serve_llm.kernels.triton.linear import pack
 from serve_llm.kernels.triton.linear_grouped import pack_grouped
-from serve_llm.kernels.triton.lora import TritonSlots
+from serve_llm.kernels.triton.lora import TritonLoRASlots
 from serve_llm.kernels.triton.moe import pack_experts
 from serve_llm.kernels.triton.norm import layer_norm, rms_norm
 from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
@@ -82,7 +82,7 @@ def launch_products() -> None:
 
 
 def launch_adapters() -> None:
-    adapters = TritonSlots(1, 16, 4096, (4096, 1024), torch.bfloat16, torch.device("meta"))
+    adapters = TritonLoRASlots(1, 16, 4096, (4096, 1024), torch.bfloat16, torch.device("meta"))
     adapters.add(empty(64, 5120), empty(64, 4096), integers(64))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.kernels import activation, linear, linear_grouped, linear_int8, moe
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from support.experts import make_case
 from support.grouped import FORMS, make_weight
 from support.matrix import mostly_slow
@@ -28,7 +28,7 @@ def random_rows(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> T
     return torch.randn((rows, inputs), generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
-def assert_right(weight: GroupedWeight, rows: int, dtype: torch.dtype, bias: bool = False) -> None:
+def assert_right(weight: GroupQuantWeight, rows: int, dtype: torch.dtype, bias: bool = False) -> None:
     x = random_rows(rows, weight.shape[1], dtype)
     added = random_rows(1, weight.shape[0], dtype)[0] if bias else None
     expected = linear_grouped.pack_grouped(weight, added, dtype)(x)
@@ -73,7 +73,7 @@ def test_an_order_of_inputs_and_narrow_scales() -> None:
 def test_every_float8_number_and_nan() -> None:
     """Each number is alone in its group, so that NaN does not spread."""
     codes = torch.arange(256, dtype=torch.uint8).view(128, 2)
-    weight = GroupedWeight(codes, 8, torch.ones(128, 2), 1, is_float8=True)
+    weight = GroupQuantWeight(codes, 8, torch.ones(128, 2), 1, is_float8=True)
     for column in range(2):
         x = torch.zeros(1, 2)
         x[0, column] = 1.0
@@ -85,7 +85,7 @@ def test_every_float8_number_and_nan() -> None:
 def test_every_8_bit_scale() -> None:
     codes = torch.full((255, 1), 2, dtype=torch.uint8)  # 1.0
     exponents = torch.arange(255, dtype=torch.uint8).view(255, 1).view(torch.float8_e8m0fnu)
-    weight = GroupedWeight(codes, 4, exponents, 1, table=linear_grouped.build_e2m1_table(codes.device))
+    weight = GroupQuantWeight(codes, 4, exponents, 1, table=linear_grouped.build_e2m1_table(codes.device))
     found = pack_grouped(weight, None, torch.float32)(torch.ones(1, 1))[0]
     assert torch.equal(found, exponents.float()[:, 0])
     broken = replace(weight, scales=torch.full((255, 1), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu))
@@ -94,9 +94,9 @@ def test_every_8_bit_scale() -> None:
 
 def test_without_numbers() -> None:
     bias = torch.arange(4.0)
-    empty = GroupedWeight(torch.empty((4, 0), dtype=torch.uint8), 4, torch.empty(4, 0), 32)
+    empty = GroupQuantWeight(torch.empty((4, 0), dtype=torch.uint8), 4, torch.empty(4, 0), 32)
     assert torch.equal(pack_grouped(empty, bias, torch.float32)(torch.empty(3, 0)), bias.expand(3, 4))
-    none = GroupedWeight(torch.empty((0, 8), dtype=torch.uint8), 4, torch.empty(0, 1), 32)
+    none = GroupQuantWeight(torch.empty((0, 8), dtype=torch.uint8), 4, torch.empty(0, 1), 32)
     assert pack_grouped(none, None, torch.float32)(torch.ones(3, 8)).shape == (3, 0)
     assert pack_grouped(make_weight("int4", 8, 64, 32), None, torch.float32)(torch.empty(0, 64)).shape == (0, 8)
 

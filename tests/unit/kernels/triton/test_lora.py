@@ -11,7 +11,7 @@ from support.triton import NO_TRITON, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
 from serve_llm.kernels.triton import lora
-from serve_llm.kernels.triton.lora import TritonSlots
+from serve_llm.kernels.triton.lora import TritonLoRASlots
 
 PARTS = (70, 7, 13)
 MAX_RANK = 21
@@ -50,8 +50,8 @@ def expected(y: Tensor, x: Tensor, rows: Tensor, down: Tensor, expansions: list[
     return y
 
 
-def make_slots(inputs: int, dtype: torch.dtype, num_slots: int = 4) -> TritonSlots:
-    return TritonSlots(num_slots, MAX_RANK, inputs, PARTS, dtype, torch.device("cpu"))
+def make_slots(inputs: int, dtype: torch.dtype, num_slots: int = 4) -> TritonLoRASlots:
+    return TritonLoRASlots(num_slots, MAX_RANK, inputs, PARTS, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("inputs", "split", "dtype"), [(83, 1024, torch.bfloat16), (300, 128, torch.float32)])
@@ -134,7 +134,7 @@ def test_is_compiled_for_tensor_cores(capability: int) -> None:
 
     def launch(inputs: int, parts: tuple[int, ...], max_rank: int, dtype: torch.dtype) -> None:
         meta = torch.device("meta")
-        held = TritonSlots(1, max_rank, inputs, parts, dtype, meta)
+        held = TritonLoRASlots(1, max_rank, inputs, parts, dtype, meta)
         rows = torch.empty((64, inputs), dtype=dtype, device=meta)
         held.add(rows.new_empty((64, sum(parts))), rows, torch.empty(64, dtype=torch.int64, device=meta))
 

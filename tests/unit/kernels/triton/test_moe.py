@@ -22,9 +22,9 @@ from serve_llm.kernels.triton.linear_grouped import pack_grouped
 from serve_llm.kernels.triton.moe import pack_experts
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Functional:
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.TorchLinear:
     """Pack as on a GPU."""
-    return linear.Functional(weight, bias)
+    return linear.TorchLinear(weight, bias)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from support.triton import NO_TRITON, assert_fits, compile_for, record
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from serve_llm.kernels import torch_sampling as reference
-from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSampling, Draw, LogitAdjustments
-from serve_llm.kernels.torch_sampling import SyncSampling
+from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSamplingKernels, Draw, LogitAdjustments
+from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 from serve_llm.kernels.triton import sampling, thresholds
 
-KERNELS: DeviceSampling = sampling
+KERNELS: DeviceSamplingKernels = sampling
 GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
 PLAIN = Draw(1.0, 0, 1.0, 0.0, 0.5)
 CASES = [
@@ -163,11 +163,11 @@ def test_log_softmax_of_rows_that_are_not_finite() -> None:
 
 
 def test_as_the_kernels_that_answer_in_lists() -> None:
-    lists, logits = SyncSampling(KERNELS), random_logits(3, 300, 6)
+    lists, logits = SyncSamplingKernels(KERNELS), random_logits(3, 300, 6)
     draws = [GREEDY, PLAIN, Draw(0.8, 20, 0.9, 0.05, 0.2)]
-    assert lists.sample(logits, draws) == SyncSampling(reference).sample(logits, draws)
+    assert lists.sample(logits, draws) == SyncSamplingKernels(reference).sample(logits, draws)
     for found, wanted in zip(
-        lists.logprobs(logits, [5, 6, 7], 3), SyncSampling(reference).logprobs(logits, [5, 6, 7], 3), strict=True
+        lists.logprobs(logits, [5, 6, 7], 3), SyncSamplingKernels(reference).logprobs(logits, [5, 6, 7], 3), strict=True
     ):
         assert found.rank == wanted.rank and found.top_ids == wanted.top_ids
         assert found.logprob == pytest.approx(wanted.logprob, abs=2e-6)

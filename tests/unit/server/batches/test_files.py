@@ -63,7 +63,7 @@ def test_the_event_loop_may_run_between_two_lines(tmp_path: Path, monkeypatch: p
     events: list[str] = []
     for name, parse in (("parse_request", files.parse_request), ("parse_result", files.parse_result)):
         monkeypatch.setattr(files, name, lambda line, parse=parse: (events.append("line"), parse(line))[1])
-    monkeypatch.setattr(files, "give_way", lambda: events.append("way"))
+    monkeypatch.setattr(files, "yield_gil", lambda: events.append("way"))
     names = [str(number) for number in range(3000)]
     requests = write_input(tmp_path / "in", *({"custom_id": name} for name in names))
     assert len(requests.read_ids()) == len(names)

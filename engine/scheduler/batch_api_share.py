@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class BatchShare:
+class BatchApiShare:
     """One token per TOKENS_OF_OTHERS tokens of other requests: batches make progress and barely slow the others.
 
     A step that computes prompts of others, or ids that a grammar forces, gets no tokens of batches, because clients

@@ -27,7 +27,7 @@ LATENT_QUERIES = {
 }
 
 
-def read_latent_decoder(
+def read_mla_decoder(
     config: ConfigReader, architecture: str, *, default_max_position: int, interleaved: bool
 ) -> ModelSpec:
     """Read the model, dense in every layer. interleaved: as in `Rope`. The caller must call config.done()."""
@@ -72,8 +72,8 @@ def _read_mixer(config: ConfigReader, default_max_position: int, interleaved: bo
     return mixer, context
 
 
-def latent_names(spec: ModelSpec) -> dict[str, str]:
-    """The names for `weights`, for a model that `read_latent_decoder` has read."""
+def mla_names(spec: ModelSpec) -> dict[str, str]:
+    """The names for `weights`, for a model that `read_mla_decoder` has read."""
     mixer = spec.layers[0].attention
     assert isinstance(mixer, MLASpec)
     return NAMES | (QUERIES if mixer.q_lora_rank is None else LATENT_QUERIES)

@@ -13,7 +13,7 @@ MANY = 8  # minimum number of ids for which setting up a faster loop pays off
 NONE = -1
 
 
-class RunIndex:
+class NgramIndex:
     """Indexes each id once. Takes 4 bytes per id and per bucket."""
 
     def __init__(self, run_length: int, num_expected: int = 0) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import registry, table
+from serve_llm.kernels import embedding_table, registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.linear import Packer
-from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.cpu.linear_grouped import GroupQuantPacker
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 from serve_llm.kernels.linear_int8 import quantise_rows
 
 PATH = library.find()
@@ -28,14 +28,14 @@ def compiled(request: pytest.FixtureRequest) -> library.Library:
     return library.Library(PATH, request.param)
 
 
-def random_weight(form: str) -> GroupedWeight:
+def random_weight(form: str) -> GroupQuantWeight:
     """Return 37 outputs and 96 inputs in groups of 32."""
     generator = torch.Generator().manual_seed(1)
     bits = 8 if form in ("8 bits", "minimums", "float8") else 4
     codes = torch.randint(0, 2**bits, (37, 96), generator=generator, dtype=torch.uint8)
     if form == "float8":
         codes -= ((codes & 0x7F) == 0x7F).byte()  # no NaN
-    weight = GroupedWeight(codes, bits, torch.randn((37, 3), generator=generator), 32, is_float8=form == "float8")
+    weight = GroupQuantWeight(codes, bits, torch.randn((37, 3), generator=generator), 32, is_float8=form == "float8")
     if form in ("zeros", "minimums"):
         weight = replace(weight, **{form: torch.randn((37, 3), generator=generator)})
     if form in ("table", "divisors"):
@@ -49,7 +49,7 @@ def random_weight(form: str) -> GroupedWeight:
 @pytest.mark.parametrize("form", FORMS)
 def test_groups(form: str, compiled: library.Library) -> None:
     weight = random_weight(form)
-    packed = GroupedPacker(compiled).pack_table(weight, None, torch.float32)
+    packed = GroupQuantPacker(compiled).pack_table(weight, None, torch.float32)
     assert torch.equal(packed.look_up(IDS), weight.dequantise()[IDS])
     x = torch.randn(3, 96)
     assert torch.allclose(packed.multiply(x), x @ weight.dequantise().T, rtol=1e-3, atol=1e-2)
@@ -66,7 +66,7 @@ def test_int8(inputs: int, compiled: library.Library) -> None:
     assert torch.equal(packed.multiply(x), Packer(compiled).pack_int8(numbers, scales)(x))
 
 
-def all_tables(kernels: registry.Kernels, rows: int) -> list[tuple[table.Table, Tensor]]:
+def all_tables(kernels: registry.Kernels, rows: int) -> list[tuple[embedding_table.EmbeddingTable, Tensor]]:
     """Return tables of this many rows, and the matrices."""
     numbers, scales = torch.ones((rows, 96), dtype=torch.int8), torch.ones(rows, 1)
     weight = random_weight("8 bits").map_rows(lambda tensor: tensor[:rows])

@@ -18,7 +18,7 @@ from serve_llm.common.errors import EngineError
 from serve_llm.common.types import TokenLogprobs
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.inputs import StepInputs
-from serve_llm.engine.model.lora_rows import spread_slots
+from serve_llm.engine.model.lora_mapping import spread_slots
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.sampling.choose import build_sampler
 from serve_llm.engine.sampling.grammar_mask import Mask, unpack_masks
@@ -29,9 +29,9 @@ from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, Schedule
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.worker import oom
-from serve_llm.engine.worker.graphs import Capture, CudaCapture, StepGraphs
-from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTokenIds
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.graphs import Capture, CudaCapture, GraphRunner
+from serve_llm.engine.worker.input_batch import HostInputs, InputBatch, LastTokenIds
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors, finish_after
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_tokens, apply_masks, find_sampled_rows
@@ -39,7 +39,7 @@ from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_token
 MAX_SPLIT_TOKENS = 32  # maximum tokens of a sequence in a decode step; more are cheaper as a prompt
 
 
-class Runner:
+class ModelRunner:
     """Runs the steps of one rank. Owns the input batch; bound to one KV cache."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Runner:
         config: Config,
         decoder: RunnableModel,
         caches: Sequence[Tensor],
-        layout: CacheLayout,
+        layout: KVCacheConfig,
         vocabulary: VocabParallelLogits,
         shard: Shard,
         adapters: AdapterLoader | None = None,
@@ -72,12 +72,12 @@ class Runner:
         self._input_batch = InputBatch(layout.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
         self._sampler = build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
-        self.graphs: StepGraphs | None = None
+        self.graphs: GraphRunner | None = None
         # If engines share experts, no stage captures, because stages without experts would disagree with the others.
         sends_states = speculation is not None and speculation.reads_hidden_states
         can_capture = decoder.capturable and not sends_states and not config.enforce_eager
         if can_capture and config.expert_engines == 1:
-            self.graphs = StepGraphs(
+            self.graphs = GraphRunner(
                 self._compute_logits,
                 CudaCapture(device) if capture is None else capture,
                 self._copier,
@@ -92,7 +92,7 @@ class Runner:
         """See `InputBatch.forget_ids`."""
         self._input_batch.forget_ids(req_index, num_ids)
 
-    @oom.raise_as(EngineError, "in a step")
+    @oom.translate_oom(EngineError, "in a step")
     @torch.inference_mode()
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
         """Start a step, which on a CPU is complete on return. A step without tokens only computes other engines' tokens
@@ -130,7 +130,7 @@ class Runner:
     def _start_eager(
         self,
         scheduler_output: SchedulerOutput,
-        arrays: BatchArrays,
+        arrays: HostInputs,
         adapter_slots: Sequence[int | None],
         masks: MaskSource | None,
     ) -> PendingStep:
@@ -164,7 +164,7 @@ class Runner:
         pending = add_vectors(pending, vectors, self._copier)
         return add_hidden_states(pending, collected, inputs.query_starts, self._copier)
 
-    def _build_inputs(self, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> StepInputs:
+    def _build_inputs(self, scheduled: Sequence[ScheduledTokens], arrays: HostInputs) -> StepInputs:
         """Copy the inputs of an eager step to the device."""
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         if self._has_states:
@@ -265,7 +265,7 @@ class Runner:
     def _is_forced(self, chunk: ScheduledTokens) -> bool:
         return chunk.count <= MAX_SPLIT_TOKENS and chunk.start >= self._input_batch[chunk.req_index].num_prompt
 
-    def _replay(self, graphs: StepGraphs, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> Tensor | None:
+    def _replay(self, graphs: GraphRunner, scheduled: Sequence[ScheduledTokens], arrays: HostInputs) -> Tensor | None:
         """Compute, with a captured graph, the logits of the tokens after which an id is sampled or, before the last
         stage, the hidden states of all tokens. None if there is no graph for the step."""
         num_tokens = len(arrays.ids)

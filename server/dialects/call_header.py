@@ -17,13 +17,13 @@ _ID = re.compile(r"\w{1,256}")
 _SCALAR = re.compile(r"[^\s,}\]]*")
 
 
-class Head(NamedTuple):
+class CallHeader(NamedTuple):
     name: str
     written_id: str  # "" if the model wrote none
     end: int  # the position from which arguments are read: the object itself, if it contains the name
 
 
-class HeadReader:
+class CallHeaderReader:
     """Reads the heads of one dialect's calls. A head is a function of the text alone: nothing is consumed."""
 
     def __init__(self, calls: CallFormat, names: Collection[str]) -> None:
@@ -40,7 +40,7 @@ class HeadReader:
             self._body = DelimiterSet([("key", self._codec.key_open), ("close", calls.close)])
         self._can_skip_section_open = any(not form.strip() for form in get_forms(calls.section_open))
 
-    def read_first(self, text: str, start: int, final: bool) -> Head | Incomplete | None:
+    def read_first(self, text: str, start: int, final: bool) -> CallHeader | Incomplete | None:
         """Return the head of a section's first call, at the beginning of the section."""
         if self._section_open:
             found = self._section_open.match(text, start, final)
@@ -52,13 +52,13 @@ class HeadReader:
                 return None
         return self.read(text, start, final)
 
-    def read(self, text: str, start: int, final: bool) -> Head | Incomplete | None:
+    def read(self, text: str, start: int, final: bool) -> CallHeader | Incomplete | None:
         """Return the head of a call that begins at `start` or after whitespace."""
         is_cut = len(text) > start + MAX_HEAD
         head = self._read(text[: start + MAX_HEAD], start, final and not is_cut)
         return None if head is INCOMPLETE and (is_cut or final) else head
 
-    def _read(self, text: str, start: int, final: bool) -> Head | Incomplete | None:
+    def _read(self, text: str, start: int, final: bool) -> CallHeader | Incomplete | None:
         start = skip_space(text, start)
         if self._open:
             found = self._open.match(text, start, final)
@@ -69,7 +69,7 @@ class HeadReader:
             return self._read_object(text, start, self._codec)
         return self._read_name(text, start, final)
 
-    def _read_name(self, text: str, start: int, final: bool) -> Head | Incomplete | None:
+    def _read_name(self, text: str, start: int, final: bool) -> CallHeader | Incomplete | None:
         if start == len(text):
             return INCOMPLETE
         found = _NAME.match(text, start)
@@ -98,12 +98,12 @@ class HeadReader:
             if mark is INCOMPLETE:
                 return INCOMPLETE
         if mark is not None and mark.label == "end":
-            return Head(name, written_id, mark.end)
+            return CallHeader(name, written_id, mark.end)
         if self._has_name_end:
             return None
-        return self._check_body(text, end, final, Head(name, written_id, end))
+        return self._check_body(text, end, final, CallHeader(name, written_id, end))
 
-    def _check_body(self, text: str, start: int, final: bool, head: Head) -> Head | Incomplete | None:
+    def _check_body(self, text: str, start: int, final: bool, head: CallHeader) -> CallHeader | Incomplete | None:
         """Return the head, if arguments can begin there although no delimiter marks them."""
         if start == len(text):
             return INCOMPLETE
@@ -116,7 +116,7 @@ class HeadReader:
             return head if found is not None and found is not INCOMPLETE else found
         return head if text[start] == "{" else None
 
-    def _read_object(self, text: str, start: int, codec: JsonCodec) -> Head | Incomplete | None:
+    def _read_object(self, text: str, start: int, codec: JsonCodec) -> CallHeader | Incomplete | None:
         """Return the name in an object that begins at `start`."""
         if start == len(text):
             return INCOMPLETE
@@ -139,7 +139,7 @@ class HeadReader:
                     return INCOMPLETE if can_be_known else None
                 if name is None or not name[0] or (self._calls.is_bare and name[0] not in self._names):
                     return None
-                return Head(name[0], "", start)
+                return CallHeader(name[0], "", start)
             end = _skip_value(text, position)
             if end is INCOMPLETE:
                 return INCOMPLETE

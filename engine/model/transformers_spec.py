@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class PretrainedSpec:
+class TransformersSpec:
     """What is known about the model before it is loaded."""
 
     architecture: str

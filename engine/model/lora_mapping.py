@@ -19,7 +19,7 @@ class SlotRows(NamedTuple):
     rows: Tensor | None  # (rows,) int64; None: all rows of the step
 
 
-class StepRows:
+class LoRAMapping:
     """The adapters of the rows of the current step."""
 
     def __init__(self) -> None:

@@ -15,32 +15,34 @@ from torch.nn import functional
 
 from serve_llm.kernels import linear, linear_int8
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 ROWS_AT_ONCE = 128  # looked up at a time, to keep temporary memory small
 
 LookUp = Callable[[Tensor], Tensor]  # (rows,) int64 -> (rows, inputs)
 
 
-class Table(NamedTuple):
+class EmbeddingTable(NamedTuple):
     multiply: Linear
     look_up: LookUp  # in the model's dtype; zeros for any ids if the matrix has no rows
 
 
-def pack_int8_table(weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Table:
+def pack_int8_table(weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> EmbeddingTable:
     """weight, scale, bias: see `kernels.linear_int8.pack_int8`. dtype: of looked-up rows, which are weight * scale."""
 
     def look_up(ids: Tensor) -> Tensor:
         return (weight[ids] * scale[ids]).to(dtype)
 
-    return Table(linear_int8.pack_int8(weight, scale, bias), look_up if len(weight) else zeros(weight.shape[1], dtype))
+    return EmbeddingTable(
+        linear_int8.pack_int8(weight, scale, bias), look_up if len(weight) else zeros(weight.shape[1], dtype)
+    )
 
 
-def pack_grouped_table(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Table:
+def pack_grouped_table(weight: GroupQuantWeight, bias: Tensor | None, dtype: torch.dtype) -> EmbeddingTable:
     """weight, bias: see `kernels.linear_grouped.pack_grouped`. dtype: of looked-up rows, and of the product."""
     dense = weight.dequantise().to(dtype)
     look_up = (lambda ids: functional.embedding(ids, dense)) if len(dense) else zeros(dense.shape[1], dtype)
-    return Table(linear.pack(dense, bias), look_up)
+    return EmbeddingTable(linear.pack(dense, bias), look_up)
 
 
 def zeros(inputs: int, dtype: torch.dtype) -> LookUp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 LONGEST = 16  # longer matches count as this one
 
 
-class MatchRates:
+class AcceptanceRates:
     """Learns from all drafts, giving recent ones more weight. After k accepted drafts from the same match, the next one
     counts as if the match were k ids longer."""
 
