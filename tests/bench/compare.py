@@ -1,7 +1,7 @@
 """Compare servers: run the same workloads on several of them in turns (A B A B ...).
 
 Run: PYTHONPATH=tests python -m bench.compare SERVER ... [--peer NAME=PROGRAM[,MODEL] ...] --model DIR
-SERVER is `serve-llm` (from this environment), NAME=URL, or NAME=COMMAND with {port} and optionally {model}:
+SERVER is `serve-llm` (from this environment, without drafts), NAME=URL, or NAME=COMMAND with {port}, perhaps {model}:
 
     PYTHONPATH=tests python -m bench.compare serve-llm old='/old/bin/serve-llm {model} --port {port}' --model DIR
     PYTHONPATH=tests python -m bench.compare serve-llm --peer vllm=/peers/vllm/bin/python --model DIR --poisson 0.6

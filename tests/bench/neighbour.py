@@ -80,6 +80,7 @@ def table(found: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) -> l
 
 def ours(model: str) -> list[Recipe]:
     command = (SERVE_LLM, model, "--port", "{port}", "--max-num-seqs", "8", "--kv-cache-memory", "256MiB")
+    command += ("--speculative-config", "none")  # its peers do not draft tokens
     int8 = (*command, "--quantization", "int8")
     return [named(f"{name}={' '.join(words)}", model) for name, words in (("bfloat16", command), ("int8", int8))]
 

@@ -59,9 +59,11 @@ def free_port() -> int:
 
 
 def named(text: str, model: str) -> Recipe:
-    """Parse `serve-llm`, `NAME=URL`, or `NAME=COMMAND`, in which {port} and {model} are replaced. Raises ValueError."""
+    """Parse `serve-llm`, `NAME=URL`, or `NAME=COMMAND`, in which {port} and {model} are replaced. Raises ValueError.
+
+    `serve-llm` alone does not draft tokens, as its peers do not."""
     if text == "serve-llm":
-        text = f"serve-llm={shlex.quote(SERVE_LLM)} {{model}} --port {{port}}"
+        text = f"serve-llm={shlex.quote(SERVE_LLM)} {{model}} --port {{port}} --speculative-config none"
     name, _, rest = text.partition("=")
     if rest.startswith(("http://", "https://")):
         return Recipe(name, rest.rstrip("/"))

@@ -71,6 +71,7 @@ def test_what_a_server_is_named_by() -> None:
     assert recipe.command[:2] == ("serve", "m x") and recipe.url.endswith(recipe.command[-1])
     own = named("serve-llm", "a b")
     assert own.name == "serve-llm" and own.command[0].endswith("/serve-llm") and own.command[1] == "a b"
+    assert own.command[-2:] == ("--speculative-config", "none")
 
 
 def test_a_peer_runs_in_its_own_environment(tmp_path: Path) -> None:
