@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the context length was reached
     REPETITION = "repetition"  # (server) the text repeats itself
     ABORT = "abort"  # the client disconnected, or the server aborted it
-    ERROR = "error"  # the engine failed; see Output.error
+    ERROR = "error"  # the engine failed; see EngineCoreOutput.error
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

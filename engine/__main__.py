@@ -52,8 +52,8 @@ class ZmqChannel:
             received += messages.read_to_engine(self._socket.recv())
         return received
 
-    def send(self, step: messages.FromEngine) -> None:
-        self._socket.send(messages.encode(step))
+    def send(self, message: messages.FromEngine) -> None:
+        self._socket.send(messages.encode(message))
 
 
 def _end_with_parent(directory: Path) -> None:

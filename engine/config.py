@@ -124,7 +124,7 @@ class Config:
         return 0 if self.eplb is None else self.eplb.num_redundant_experts
 
     @property
-    def cache_row(self) -> KVCacheFormat:
+    def kv_cache_format(self) -> KVCacheFormat:
         if self.kv_cache_dtype == "int8":
             return KVCacheFormat(1, scale_bytes=4)
         return KVCacheFormat(1 if self.kv_cache_dtype == "fp8" else self.element_bytes)

@@ -46,7 +46,7 @@ class ServerChannel(Protocol):
     def receive(self, seconds: float | None) -> list[ToEngine | MalformedRequest]:
         """Return all messages that have arrived. If there are none, wait up to `seconds` for one (None: forever)."""
 
-    def send(self, step: EngineCoreOutputs) -> None: ...
+    def send(self, outputs: EngineCoreOutputs) -> None: ...
 
 
 class _StepInFlight(NamedTuple):
@@ -350,8 +350,8 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
             elif isinstance(message, Shutdown):
                 engine.drain()
                 return
-        step = engine.step()
-        has_placed = step.stats.eplb is not eplb
-        eplb = step.stats.eplb
-        if messages or step.outputs or step.stats.step_tokens or has_placed:  # else, it ran for other engines
-            channel.send(step)
+        outputs = engine.step()
+        has_placed = outputs.stats.eplb is not eplb
+        eplb = outputs.stats.eplb
+        if messages or outputs.outputs or outputs.stats.step_tokens or has_placed:  # else, it ran for other engines
+            channel.send(outputs)

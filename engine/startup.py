@@ -189,9 +189,9 @@ def read_spec(
     if options.model_impl == "transformers":
         from serve_llm.engine.hf_backend.load import read_transformers_spec  # takes seconds
 
-        pretrained = read_transformers_spec(Path(directory), options.max_model_len)
-        check_options(options, pretrained.max_position, len(pretrained.layers), has_experts=False)
-        return pretrained, None
+        transformers_spec = read_transformers_spec(Path(directory), options.max_model_len)
+        check_options(options, transformers_spec.max_position, len(transformers_spec.layers), has_experts=False)
+        return transformers_spec, None
     spec, weights = read_model(raw, options.allow_unknown_config)
     if weights.other_parts:
         logger.info(
@@ -354,23 +354,23 @@ def build_executor(
             redundant_experts=config.redundant_experts,
         ):
             logger.info("%s", line)
-    workers: ExecutorBuilder
+    builder: ExecutorBuilder
     if config.executor_backend == "inprocess":
         from serve_llm.engine.distributed.inprocess import InProcessExecutorBuilder
 
-        workers = InProcessExecutorBuilder(config, spec, weights, expert_groups)
+        builder = InProcessExecutorBuilder(config, spec, weights, expert_groups)
     else:
         assert isinstance(spec, ModelSpec), "transformers' own code runs in one process"
         assert worker_group is not None or config.executor_backend == "mp", "start_workers starts workers on Ray"
         worker_group = worker_group or launch_workers(config.tensor_parallel_size * config.pipeline_parallel_size)
         join_experts = expert_groups.join if expert_groups is not None else None
-        workers = connect_workers(config, spec, raw, worker_group, join_experts)
+        builder = connect_workers(config, spec, raw, worker_group, join_experts)
     try:
-        loaded = workers.load()
+        loaded = builder.load()
         if config.device == "cpu":
             log_threads([rank.threads for rank in loaded])
         num_slots = min(rank.num_slots for rank in loaded)
-        ready = workers.allocate_cache(min(rank.num_blocks for rank in loaded), num_slots)
+        ready = builder.allocate_cache(min(rank.num_blocks for rank in loaded), num_slots)
         layouts = [rank.layout for rank in ready]
         kv_cache.check_offload(layouts, config.kv_offload_memory)
         weight_bytes = [rank.weight_bytes for rank in loaded]
@@ -378,9 +378,9 @@ def build_executor(
         layout = max(layouts, key=lambda layout: layout.block_bytes)
         kv_cache.check_capacity(layout, config.max_model_len, config.max_num_batched_tokens, config.device)
     except BaseException as error:
-        workers.close(error)
+        builder.close(error)
         raise
-    executor = workers.build_executor(layout)
+    executor = builder.build_executor(layout)
     executor.hosts = [rank.host for rank in loaded]
     executor.host_memory = [rank.host_memory for rank in ready if rank.host_memory is not None]
     return executor if expert_groups is None else DPSyncExecutor(executor, expert_groups.sync)

@@ -54,7 +54,7 @@ class PaddedLinear:
 
 
 class BatchInvarianceChecker:
-    """Tries each kind of layer once. One guard serves one model."""
+    """Tries each kind of layer once. One checker serves one model."""
 
     def __init__(self) -> None:
         self._fixed: dict[tuple[LayerKind, int], int | None] = {}  # by kind and number of threads

@@ -42,14 +42,14 @@ def pack(
     bias: Tensor | None = None,
     beside: Sequence[Tensor] = (),
     *,
-    guard: BatchInvarianceChecker | None = None,
+    checker: BatchInvarianceChecker | None = None,
 ) -> Linear:
     """Build the layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; on their final device.
 
     beside: weights of the same inputs and dtype, whose outputs follow those of `weight`; the bias covers all outputs.
     The caller should drop the weights afterwards, because the result may hold a copy in another layout. There may be no
-    outputs or no inputs; without inputs the result is the bias, or zeros. guard: the model's, which tries each kind of
-    layer once; None: try this layer by itself.
+    outputs or no inputs; without inputs the result is the bias, or zeros. checker: the model's, which tries each kind
+    of layer once; None: try this layer by itself.
     """
     weight = torch.cat((weight, *beside)) if beside else weight.contiguous()
     if weight.numel() == 0 or weight.device.type != "cpu":
@@ -64,7 +64,7 @@ def pack(
         layer = _FewSizes(TorchLinear(weight, bias), most_rows, multiple=16)
         route = "torch"
     kind = LayerKind(route, weight.shape[0], weight.shape[1], weight.dtype)
-    return (guard or BatchInvarianceChecker()).make_invariant(layer, kind, most_rows)
+    return (checker or BatchInvarianceChecker()).make_invariant(layer, kind, most_rows)
 
 
 def pack_heads(weight: Tensor, *, pack: Callable[[Tensor], Linear] = pack) -> Linear:

@@ -34,7 +34,7 @@ class Experts(Protocol):
 class PackedExperts(Experts, Protocol):
     """Experts with their weights."""
 
-    def list_held(self) -> list[LocalExpert]:
+    def list_local_experts(self) -> list[LocalExpert]:
         """How each local expert is held."""
 
 
@@ -113,15 +113,15 @@ class _SequentialExperts:
             del inputs, rows
         return weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
 
-    def list_held(self) -> list[LocalExpert]:
+    def list_local_experts(self) -> list[LocalExpert]:
         """See `PackedExperts`."""
-        held = []
+        local_experts = []
         for pair in self._pairs:
             tensors = [list(find_tensors(layer)) for layer in pair]
             forms = [describe_structures(layer) for layer in pair]
             is_compiled = all(form or not found for form, found in zip(forms, tensors, strict=True))
-            held.append(LocalExpert(tensors[0] + tensors[1], str(forms), is_compiled))
-        return held
+            local_experts.append(LocalExpert(tensors[0] + tensors[1], str(forms), is_compiled))
+        return local_experts
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

@@ -158,11 +158,11 @@ def choose(
     else:
         capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
         forms = attention_forms or {AttentionForm(head_dim) for head_dim in head_dims}
-        features = BackendRequirements(device, dtype, capability, forms, batch_invariant, cache_dtype)
-        compiled = choose_for_gpu(features, attention_backend)
+        requirements = BackendRequirements(device, dtype, capability, forms, batch_invariant, cache_dtype)
+        compiled = choose_for_gpu(requirements, attention_backend)
     if isinstance(compiled, str):
         logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
-        pack = partial(linear.pack, guard=BatchInvarianceChecker())
+        pack = partial(linear.pack, checker=BatchInvarianceChecker())
         return replace(PORTABLE, pack=pack, pack_heads=partial(linear.pack_heads, pack=pack))
     for dims, known in ((head_dims, library.HEAD_DIMS), (latent_dims, library.LATENT_DIMS)):
         unknown = sorted(set(dims).difference(known))
@@ -179,10 +179,10 @@ def choose(
     return compiled
 
 
-def choose_for_gpu(features: BackendRequirements, attention_backend: str) -> Kernels | str:
+def choose_for_gpu(requirements: BackendRequirements, attention_backend: str) -> Kernels | str:
     """Override Triton's kernels by those of other backends, or return why Triton's cannot be used. Log which backend
     computes attention, and why others do not. attention_backend, errors: see `choose`."""
-    kernels = with_triton(features.batch_invariant)
+    kernels = with_triton(requirements.batch_invariant)
     if isinstance(kernels, str):
         if attention_backend != "auto":
             raise UnavailableBackend(kernels)
@@ -192,7 +192,7 @@ def choose_for_gpu(features: BackendRequirements, attention_backend: str) -> Ker
     for backend in ATTENTION_BACKENDS:
         if attention_backend not in ("auto", backend.option):
             continue
-        offer = backend.offer(features)
+        offer = backend.offer(requirements)
         if not isinstance(offer, str):
             kernels = replace(kernels, **offer)
             chosen = backend.name
@@ -235,16 +235,16 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
             "CPU_KERNELS=all and g++ 11 or newer",
             found.missing[-1],
         )
-    guard = BatchInvarianceChecker()
+    checker = BatchInvarianceChecker()
 
     def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
         outputs = weight.shape[0] + sum(one.shape[0] for one in beside)
         kind = LayerKind(found.variant, outputs, weight.shape[1], weight.dtype)
-        return guard.make_invariant(packer.pack(weight, bias, beside), kind)
+        return checker.make_invariant(packer.pack(weight, bias, beside), kind)
 
     def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> linear.Linear:
         kind = LayerKind(f"{found.variant} from int8", weight.shape[0], weight.shape[1], dtype)
-        return guard.make_invariant(packer.pack_int8(weight, scale, bias, quantise=rows.quantise_rows), kind)
+        return checker.make_invariant(packer.pack_int8(weight, scale, bias, quantise=rows.quantise_rows), kind)
 
     grouped_packer = _find_grouped_packer(found)
 
@@ -260,7 +260,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
             return embedding_table.pack_int8_table(weight, scale, bias, model_dtype)
         kind = LayerKind(f"{found.variant} from int8", weight.shape[0], weight.shape[1], dtype)
         packed = packer.pack_int8_table(weight, scale, bias, model_dtype, rows.quantise_rows)
-        return packed._replace(multiply=guard.make_invariant(packed.multiply, kind))
+        return packed._replace(multiply=checker.make_invariant(packed.multiply, kind))
 
     def pack_grouped_table(
         weight: GroupQuantWeight, bias: Tensor | None, model_dtype: torch.dtype

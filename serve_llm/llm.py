@@ -192,11 +192,11 @@ class LLM:
         fields = {"dimensions": dimensions, "truncate_prompt_tokens": truncate_prompt_tokens}
         bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
 
-        def build(pool: ValidPoolingRequest, vectors: list[bytes]) -> EmbeddingOutput:
-            return EmbeddingOutput(cut_vector(vectors[0], pool.dimensions).tolist())
+        def build(parsed: ValidPoolingRequest, vectors: list[bytes]) -> EmbeddingOutput:
+            return EmbeddingOutput(cut_vector(vectors[0], parsed.dimensions).tolist())
 
-        pools = self._prepare_pools(pooling_jobs.embed, bodies, lora_request, lora)
-        return self._pool(pools, build, use_tqdm)
+        prepared = self._prepare_pooling(pooling_jobs.embed, bodies, lora_request, lora)
+        return self._pool(prepared, build, use_tqdm)
 
     def classify(
         self,
@@ -212,12 +212,12 @@ class LLM:
         bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
         settings = self._model.vectors
 
-        def build(pool: ValidPoolingRequest, vectors: list[bytes]) -> ClassificationOutput:
+        def build(parsed: ValidPoolingRequest, vectors: list[bytes]) -> ClassificationOutput:
             probs = compute_probabilities(vectors[0], settings.activation)
             return ClassificationOutput(probs, settings.find_label(probs))
 
-        pools = self._prepare_pools(pooling_jobs.classify, bodies, lora_request, lora)
-        return self._pool(pools, build, use_tqdm)
+        prepared = self._prepare_pooling(pooling_jobs.classify, bodies, lora_request, lora)
+        return self._pool(prepared, build, use_tqdm)
 
     def score(
         self,
@@ -243,11 +243,11 @@ class LLM:
         pairs = zip(firsts, seconds, strict=True)
         bodies = [{"queries": query, "documents": document, **fields} for query, document in pairs]
 
-        def build(pool: ValidPoolingRequest, vectors: list[bytes]) -> ScoringOutput:
-            return ScoringOutput(compute_scores(pool, vectors, self._model.vectors)[0])
+        def build(parsed: ValidPoolingRequest, vectors: list[bytes]) -> ScoringOutput:
+            return ScoringOutput(compute_scores(parsed, vectors, self._model.vectors)[0])
 
-        pools = self._prepare_pools(pooling_jobs.score, bodies, lora_request, lora)
-        return self._pool(pools, build, use_tqdm)
+        prepared = self._prepare_pooling(pooling_jobs.score, bodies, lora_request, lora)
+        return self._pool(prepared, build, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that `generate` uses by default."""
@@ -349,7 +349,7 @@ class LLM:
             num_cached_tokens=generation.counts().cached,
         )
 
-    def _prepare_pools(
+    def _prepare_pooling(
         self,
         job: Callable[[bytes, JobContext], ValidPoolingRequest],
         bodies: Sequence[Mapping[str, object]],
@@ -358,22 +358,22 @@ class LLM:
     ) -> list[ValidPoolingRequest]:
         """Prepare one request per body, for the route of `job`."""
         self._check_open()
-        pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
-        self._add_adapters([pool.request for pool in pools], lora_request, lora)
-        return pools
+        prepared = [job(msgspec.json.encode(body), self._context) for body in bodies]
+        self._add_adapters([one.request for one in prepared], lora_request, lora)
+        return prepared
 
     def _pool(
-        self, pools: Sequence[ValidPoolingRequest], build: OutputBuilder[VectorOutput], use_tqdm: UseTqdm
+        self, prepared: Sequence[ValidPoolingRequest], build: OutputBuilder[VectorOutput], use_tqdm: UseTqdm
     ) -> list[PoolingRequestOutput[VectorOutput]]:
         """Compute all requests together."""
-        generations = [self._open(pool.request) for pool in pools]
-        with create_bar(use_tqdm, len(pools)) as bar:
+        generations = [self._open(one.request) for one in prepared]
+        with create_bar(use_tqdm, len(prepared)) as bar:
             results = self._run(run_all(generations, bar))
         outputs = []
-        for pool, deltas in zip(pools, results, strict=True):
+        for one, deltas in zip(prepared, results, strict=True):
             self._num_requests += 1
-            vector_output = build(pool, [delta.vector or b"" for delta in deltas])
-            ids = [token_id for prompt in pool.request.prompts for token_id in prompt]
+            vector_output = build(one, [delta.vector or b"" for delta in deltas])
+            ids = [token_id for prompt in one.request.prompts for token_id in prompt]
             outputs.append(PoolingRequestOutput(str(self._num_requests - 1), ids, vector_output))
         return outputs
 

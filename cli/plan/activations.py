@@ -40,7 +40,7 @@ class LargestStep:
     context: int  # tokens of the longest sequence
     element: int  # bytes of the model's dtype
     on_cpu: bool
-    cache: KVCacheFormat
+    cache_format: KVCacheFormat
     is_8_bit: bool = False  # the linear layers inside layers
     compiled_attention: bool = False  # a CPU has the other compiled kernels in any case
 
@@ -51,11 +51,11 @@ class LargestStep:
         if config.device == "cuda":
             tokens = min(config.max_num_batched_tokens, config.max_model_len - 1)
             sampled = min(config.max_num_seqs, tokens)
-            return cls(tokens, 0, sampled, config.max_model_len, element, False, config.cache_row)
+            return cls(tokens, 0, sampled, config.max_model_len, element, False, config.kv_cache_format)
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
         sequences = min(config.max_num_seqs, tokens)
         prompts = -(-(tokens - sequences) // max(config.max_model_len - 1, 1))
-        return cls(tokens, sequences - prompts, sequences, config.max_model_len, element, True, config.cache_row)
+        return cls(tokens, sequences - prompts, sequences, config.max_model_len, element, True, config.kv_cache_format)
 
     def float32_copy(self, elements: int) -> int:
         """0 if the model computes in float32 anyway."""
@@ -303,8 +303,8 @@ def _attention_peak(
         inner_peak = max(inner_peak, _tile_peak(step, group, 1, prompt_rows, group_heads, num_kv_heads, head_dim))
         if step.singles:
             inner_peak = max(inner_peak, _tile_peak(step, group, step.singles, 1, group_heads, num_kv_heads, head_dim))
-        if step.cache.scale_bytes:  # while values are quantised, the quantised keys are alive
-            quantised = step.tokens * num_kv_heads * 2 * step.cache.num_bytes(head_dim)
+        if step.cache_format.scale_bytes:  # while values are quantised, the quantised keys are alive
+            quantised = step.tokens * num_kv_heads * 2 * step.cache_format.num_bytes(head_dim)
             copies = step.float32_copy(k_elements) + k_elements * (FLOAT32_BYTES + 1)
             inner_peak = max(inner_peak, copies + quantised)
     return max(qkv_peak, rope_peak, live + inner_peak)
@@ -364,7 +364,7 @@ def _tile_peak(
     folded = matrices * padded_rows * padded_dim * FLOAT32_BYTES  # queries, and sums of the same size
     tile = parts * matrices * tile_length * padded_dim * FLOAT32_BYTES
     scores = matrices * padded_rows * tile_length * FLOAT32_BYTES
-    gathered = matrices * tile_length * (parts * step.cache.num_bytes(head_dim) + step.cache.scale_bytes)
+    gathered = matrices * tile_length * (parts * step.cache_format.num_bytes(head_dim) + step.cache_format.scale_bytes)
     block_table = sequences * -(-step.context // group.block_size) * 4
     peak = max(
         gathered,

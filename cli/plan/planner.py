@@ -104,7 +104,7 @@ class _Planner:
         tensor_split: tuple[float, ...] | None = None,
         stage_layers: tuple[int, ...] | None = None,
     ) -> LayoutPlan:
-        """tensor_split, stage_layers: as `shard_of` takes its weights and layers."""
+        """tensor_split, stage_layers: as `build_shard` takes its weights and layers."""
         config, spec = self.config, self.spec
         stages = split_model_layers(spec, layout, stage_layers)
         ranks: list[RankPlan] = []

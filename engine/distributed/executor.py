@@ -48,7 +48,8 @@ class Executor(Protocol):
 
 
 class ExecutorBuilder(Protocol):
-    """The workers of one starting engine, after they have joined their process groups."""
+    """Builds an executor from workers that have joined their process groups: call `load`, `allocate_cache` and
+    `build_executor` in this order."""
 
     def load(self) -> list[LoadDone]:
         """Load the weights on all ranks. Raises the error of a rank that fails."""

@@ -24,7 +24,7 @@ from serve_llm.engine.worker.worker import Worker
 
 
 class InProcessExecutorBuilder(ExecutorBuilder):
-    """The one rank, in this process."""
+    """See `ExecutorBuilder`: for the one rank in this process."""
 
     def __init__(
         self,

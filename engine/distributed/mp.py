@@ -107,13 +107,13 @@ def connect_workers(
             setup.close()
         worker_group.close(error)
         raise
-    workers = MpExecutorBuilder(config, worker_group, setup, join_experts)
-    logger.info("%s up in %.2f s", workers, time.perf_counter() - worker_group.began)
-    return workers
+    builder = MpExecutorBuilder(config, worker_group, setup, join_experts)
+    logger.info("%s up in %.2f s", builder, time.perf_counter() - worker_group.began)
+    return builder
 
 
 class MpExecutorBuilder(ExecutorBuilder):
-    """Worker processes that are connected, until their executor is built."""
+    """See `ExecutorBuilder`: for connected worker processes."""
 
     def __init__(
         self, config: Config, worker_group: WorkerGroup, setup: RankSetup, shared_memory: object = None

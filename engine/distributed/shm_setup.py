@@ -97,16 +97,16 @@ class RankSetup:
         self._remote = [rank for rank, host in enumerate(host_ids) if host != engine_host_id]
         self._host = HostSetup(parallel, [] if on_gpus else self._local, step_bytes)
         self._rings = {rank: self._host.rings(rank) for rank in self._local}
-        self._step_rings: ShmStepChannel | None = None
-        self._step_socket: SocketStepChannel | None = None
+        self._shm_channel: ShmStepChannel | None = None
+        self._socket_channel: SocketStepChannel | None = None
         self.rendezvous: Rendezvous | None = None
         if self._local:
-            self._step_rings = ShmStepChannel(
+            self._shm_channel = ShmStepChannel(
                 ShmRingBuffer.create(len(self._local), MESSAGE_BYTES), ShmRingBuffer.create(1, MESSAGE_BYTES)
             )
         if self._remote:
             assert endpoint is not None, "ranks on other hosts need an address to connect to"
-            self._step_socket = SocketStepChannel(endpoint, self._remote)
+            self._socket_channel = SocketStepChannel(endpoint, self._remote)
 
     @property
     def needs_store(self) -> bool:
@@ -121,10 +121,10 @@ class RankSetup:
         return [group for group in groups if len({self._host_ids[rank] for rank in group}) > 1]
 
     def step_channel(self) -> StepChannel:
-        if self._step_socket is None:
-            assert self._step_rings is not None, "there is at least one rank"
-            return self._step_rings
-        return MultiHostStepChannel(self._step_rings, self._step_socket, self._parallel.output_rank in self._local)
+        if self._socket_channel is None:
+            assert self._shm_channel is not None, "there is at least one rank"
+            return self._shm_channel
+        return MultiHostStepChannel(self._shm_channel, self._socket_channel, self._parallel.output_rank in self._local)
 
     @property
     def has_remote_ranks(self) -> bool:
@@ -133,8 +133,8 @@ class RankSetup:
 
     def connect(self, seconds: float) -> None:
         """Wait for the step connections of ranks on other hosts. Raises EngineError."""
-        if self._step_socket is not None:
-            self._step_socket.connect(seconds)
+        if self._socket_channel is not None:
+            self._socket_channel.connect(seconds)
 
     def requests(self) -> dict[int, SetupChannels]:
         """Requests by rank: the first rank of each other host creates its rings, and rank 0 hosts the store."""
@@ -159,10 +159,10 @@ class RankSetup:
 
     def steps(self, rank: int) -> StepRings | StepsUrl:
         """Where this rank reads steps."""
-        if self._step_socket is not None and rank in self._remote:
-            return StepsUrl(self._step_socket.url)
-        assert self._step_rings is not None, "the rank is on this host"
-        steps, answers = self._step_rings.handles
+        if self._socket_channel is not None and rank in self._remote:
+            return StepsUrl(self._socket_channel.url)
+        assert self._shm_channel is not None, "the rank is on this host"
+        steps, answers = self._shm_channel.handles
         return StepRings(steps, self._local.index(rank), answers if rank == self._parallel.output_rank else None)
 
     def rings(self, rank: int) -> RankRings:
@@ -176,6 +176,6 @@ class RankSetup:
     def close(self) -> None:
         """End all waits of the engine and of the ranks on its host. Safe to call from any thread."""
         self._host.close()
-        for channel in (self._step_rings, self._step_socket):
+        for channel in (self._shm_channel, self._socket_channel):
             if channel is not None:
                 channel.close()

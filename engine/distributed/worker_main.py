@@ -109,7 +109,7 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
         torch.cuda.set_device(init.device_index % torch.cuda.device_count())  # under Ray, a rank sees only its own GPU
     parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
     groups = build_process_groups(parallel, rank, init, connection.address)
-    source = open_step_source(connection, rank, init.steps)
+    receiver = open_step_receiver(connection, rank, init.steps)
     connection.send(messages.GroupsReady())
 
     spec, weights = read_model(json.loads(init.model), config.allow_unknown_config)
@@ -123,14 +123,14 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     gc.freeze()  # otherwise each full collection traverses all modules, which takes longer than a step
     run_steps(
         worker,
-        source,
+        receiver,
         answers=rank == parallel.output_rank,
         report=lambda stats: connection.send(messages.ExpertsPlaced(stats)),
     )
     del channels  # other ranks may have used them until now
 
 
-def open_step_source(
+def open_step_receiver(
     connection: ControlConnection, rank: int, steps: messages.StepRings | messages.StepsUrl
 ) -> StepReceiver:
     """This rank's end of the step channel."""
@@ -140,7 +140,7 @@ def open_step_source(
     return ShmStepReceiver(ShmRingBuffer.open(steps.steps), steps.reader, answers)
 
 
-def run_steps(worker: Worker, source: StepReceiver, answers: bool, report: Callable[[EPLBStats], None]) -> None:
+def run_steps(worker: Worker, receiver: StepReceiver, answers: bool, report: Callable[[EPLBStats], None]) -> None:
     """Compute steps until the channel is closed, which raises ChannelClosed. On a GPU, the next step starts while the
     previous one is computed. answers: whether this rank sends results. report: called after experts were placed."""
     import msgspec
@@ -153,9 +153,9 @@ def run_steps(worker: Worker, source: StepReceiver, answers: bool, report: Calla
     reported: EPLBStats | None = None
     while True:
         if in_flight and in_flight[0].is_ready():
-            source.answer(encode(in_flight.popleft().finish()))
-        elif not in_flight or source.ready:
-            pending = worker.start(decode(source.receive()), source.receive)
+            receiver.answer(encode(in_flight.popleft().finish()))
+        elif not in_flight or receiver.ready:
+            pending = worker.start(decode(receiver.receive()), receiver.receive)
             if answers:
                 in_flight.append(pending)
             stats = worker.eplb_stats

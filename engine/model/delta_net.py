@@ -69,7 +69,8 @@ def build_gated_delta_net(
     share = builder.shard.attention(spec)
     heads = share.heads
     builder.describe(
-        f"DeltaNet({len(heads)} of {spec.num_heads} heads, {len(share.kv_heads)} of {spec.num_kv_heads} key heads, "
+        f"GatedDeltaNet({len(heads)} of {spec.num_heads} heads, "
+        f"{len(share.kv_heads)} of {spec.num_kv_heads} key heads, "
         f"{spec.key_dim} x {spec.value_dim})"
     )
     values = elements(heads, spec.value_dim)

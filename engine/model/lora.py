@@ -115,12 +115,12 @@ class LoRAEmbedding:
     """This rank's part of the adapters of an embedding."""
 
     ids: range  # this rank's part of the vocabulary
-    step: LoRAMapping
+    mapping: LoRAMapping
     products: dict[int, LoRAEmbeddingWeights] = field(default_factory=dict)  # by slot
 
     def add_to(self, y: Tensor, ids: Tensor) -> None:
         """Add the products of this rank's ids, (tokens,), to y, (tokens, embedding size)."""
-        for slot, rows in self.step.groups:
+        for slot, rows in self.mapping.groups:
             product = self.products.get(slot)
             if product is None:
                 continue
@@ -141,7 +141,7 @@ class LoRALinear:
     bias: Tensor | None  # (outputs,), added by `base`
     parts: Mapping[str, LoRAPart]  # by parameter, such as "layers.3.attention.q.weight"; in the order of the outputs
     reorders: tuple[Reorder, ...]  # reorder the rows of a parameter to match the layer's outputs
-    step: LoRAMapping
+    mapping: LoRAMapping
     kernels: LoRAKernels
     dtype: torch.dtype | None = None  # dtype of the products; None: the model's
     products: dict[int, LoRAProduct] = field(default_factory=dict)  # by slot
@@ -169,10 +169,10 @@ class LoRALinear:
     def __call__(self, x: Tensor, /) -> Tensor:
         y = self.base(x)
         if self.slots is not None:
-            if self.step.slots is not None:
-                self.slots.add(y, x, self.step.slots.expand(len(x)))
+            if self.mapping.slots is not None:
+                self.slots.add(y, x, self.mapping.slots.expand(len(x)))
             return y
-        step_groups = self.step.groups
+        step_groups = self.mapping.groups
         if step_groups:
             if step_groups is not self._step_groups:
                 self._prepare(step_groups)
@@ -190,15 +190,15 @@ class LoRAExperts:
     """The layers of a rank's experts with the products of the loaded adapters; see `kernels.moe`. Finds the rows of
     each adapter among those of an expert."""
 
-    def __init__(self, step: LoRAMapping) -> None:
-        self.step = step
+    def __init__(self, mapping: LoRAMapping) -> None:
+        self.mapping = mapping
         self.firsts: list[LoRALinear] = []  # by expert
         self.lasts: list[LoRALinear] = []
         self._slots: set[int] = set()  # slots whose adapters change an expert
 
     @property
     def is_used(self) -> bool:
-        return any(slot in self._slots for slot, _ in self.step.groups)
+        return any(slot in self._slots for slot, _ in self.mapping.groups)
 
     def update(self, slot: int) -> None:
         """Call this when the products of the slot have changed."""
@@ -215,12 +215,12 @@ class LoRAExperts:
     def _add(self, layer: LoRALinear, y: Tensor, x: Tensor, tokens: Tensor) -> None:
         slots = None
         groups = []
-        for slot, rows in self.step.groups:
+        for slot, rows in self.mapping.groups:
             product = layer.products.get(slot)
             if product is None or not len(tokens):
                 continue
             if rows is not None and slots is None:
-                slots = self.step.find_slots(tokens.device)[tokens]
+                slots = self.mapping.find_slots(tokens.device)[tokens]
             own = None if slots is None or rows is None else (slots == slot).nonzero().flatten()
             if own is None or len(own):
                 groups.append((product, own))
@@ -265,8 +265,8 @@ class LoRALayers:
         has_share = any(part.inputs and part.outputs for part in parts.values())
         if not has_share or not all(map(ADAPTABLE.fullmatch, parts)):
             return base
-        step = self._selected if is_selected else self._all
-        return self._add(LoRALinear(base, bias, parts, reorders, step, self.kernels, dtype))
+        mapping = self._selected if is_selected else self._all
+        return self._add(LoRALinear(base, bias, parts, reorders, mapping, self.kernels, dtype))
 
     def add_experts(self, *, is_selected: bool) -> LoRAExperts:
         """Return the adapters of a layer's experts. is_selected: as in `wrap`."""
@@ -278,7 +278,7 @@ class LoRALayers:
         self, experts: LoRAExperts, base: Linear, bias: Tensor | None, parts: Mapping[str, LoRAPart], *, is_first: bool
     ) -> None:
         """Record the next expert's layer before the activation, or the one after it."""
-        layer = LoRALinear(base, bias, parts, (), experts.step, self.kernels)
+        layer = LoRALinear(base, bias, parts, (), experts.mapping, self.kernels)
         (experts.firsts if is_first else experts.lasts).append(layer)
         self._add(layer)
 
@@ -353,8 +353,8 @@ class LoRALayers:
 
     def end_step(self) -> None:
         """Compute only the base model from here on."""
-        for step in (self._all, self._selected, self._logits):
-            step.begin([])
+        for mapping in (self._all, self._selected, self._logits):
+            mapping.begin([])
 
 
 def _split_rows(y: Tensor, rows: Tensor | None) -> Iterator[slice | Tensor]:

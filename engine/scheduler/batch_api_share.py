@@ -1,4 +1,4 @@
-"""The share of a step that requests of batches, which have the lowest priority, get while other requests run."""
+"""The share of a step that requests of the Batch API, which have the lowest priority, get while other requests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An index of where runs of ids end in a growing text: hash chains from the latest to the earliest, as in LZ77."""
+"""An index of where n-grams of ids end in a growing text: hash chains from the latest to the earliest, as in LZ77."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 MAX_BUCKETS = 1 << 16
-SPARE_BITS = 2  # at least four buckets for each id, so that few runs share one
+SPARE_BITS = 2  # at least four buckets for each id, so that few n-grams share one
 MAX_CANDIDATES = 16  # earlier occurrences to examine
 MANY = 8  # minimum number of ids for which setting up a faster loop pays off
 NONE = -1
@@ -16,16 +16,16 @@ NONE = -1
 class NgramIndex:
     """Indexes each id once. Takes 4 bytes per id and per bucket."""
 
-    def __init__(self, run_length: int, num_expected: int = 0) -> None:
+    def __init__(self, ngram_length: int, num_expected: int = 0) -> None:
         """num_expected: final number of ids, if the text will grow much."""
-        self._run_length = run_length
+        self._ngram_length = ngram_length
         self._num_expected = num_expected
         self._mask = 0  # number of buckets - 1
-        self._latest: array[int] = array("i")  # by bucket: where the latest run ends
-        self._previous: array[int] = array("i")  # by position: where the previous run in its chain ends
+        self._latest: array[int] = array("i")  # by bucket: where the latest n-gram ends
+        self._previous: array[int] = array("i")  # by position: where the previous n-gram in its chain ends
 
     def extend(self, token_ids: Items[int], end: int) -> None:
-        """Index the runs that end before the position `end`. token_ids: as before, with ids appended."""
+        """Index the n-grams that end before the position `end`. token_ids: as before, with ids appended."""
         if not self._latest:
             num_bits = SPARE_BITS + max(end, self._num_expected).bit_length()
             self._latest = array("i", [NONE]) * min(MAX_BUCKETS, 1 << num_bits)
@@ -35,25 +35,25 @@ class NgramIndex:
             return
         latest = self._latest
         mask = self._mask
-        before = self._run_length - 1
+        before = self._ngram_length - 1
         previous.extend([NONE] * (min(end, before) - len(previous)))
         first = len(previous)
-        runs: Iterable[tuple[int, ...]]
+        ngrams: Iterable[tuple[int, ...]]
         if end - first < MANY:
-            runs = [tuple(token_ids[position - before : position + 1]) for position in range(first, end)]
+            ngrams = [tuple(token_ids[position - before : position + 1]) for position in range(first, end)]
         else:
             new_ids = token_ids[first - before : end]
-            runs = zip(*(new_ids[start:] for start in range(before + 1)), strict=False)
-        for position, run in enumerate(runs, first):
-            bucket = hash(run) & mask
+            ngrams = zip(*(new_ids[start:] for start in range(before + 1)), strict=False)
+        for position, ngram in enumerate(ngrams, first):
+            bucket = hash(ngram) & mask
             previous.append(latest[bucket])
             latest[bucket] = position
 
-    def find(self, run: int) -> Items[int]:
-        """Return where runs end that probably are the one with this hash (`hash_end`), most recent first."""
+    def find(self, ngram_hash: int) -> Items[int]:
+        """Return where n-grams end that probably have this hash (`hash_end`), most recent first."""
         if not self._latest:
             return ()
-        candidate = self._latest[run & self._mask]
+        candidate = self._latest[ngram_hash & self._mask]
         if candidate == NONE:
             return ()
         candidates: list[int] = []
@@ -63,9 +63,9 @@ class NgramIndex:
         return candidates
 
 
-def hash_end(token_ids: Items[int], run_length: int) -> int:
-    """Return the hash of the last run of `token_ids`, which must be at least that long."""
-    return hash(tuple(token_ids[len(token_ids) - run_length :]))
+def hash_end(token_ids: Items[int], ngram_length: int) -> int:
+    """Return the hash of the last n-gram of `token_ids`, which must be at least that long."""
+    return hash(tuple(token_ids[len(token_ids) - ngram_length :]))
 
 
 def count_equal(first_ids: Items[int], first: int, second_ids: Items[int], second: int, most: int, least: int) -> int:

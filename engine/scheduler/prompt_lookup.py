@@ -19,7 +19,7 @@ class NgramDraft(NamedTuple):
     match_length: int  # ids of that occurrence
 
 
-NO_GUESS = NgramDraft((), 0)
+NO_DRAFT = NgramDraft((), 0)
 
 
 class PromptLookup:
@@ -40,7 +40,7 @@ class PromptLookup:
     def propose(self, token_ids: Items[int], count: int) -> NgramDraft:
         """Return up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
         num_ids = len(token_ids)
-        self._index.extend(token_ids, num_ids - 1)  # each run in it is followed by an id
+        self._index.extend(token_ids, num_ids - 1)  # each n-gram in it is followed by an id
         num_new = num_ids - self._num_ids
         goes_on = self._end != NONE and token_ids[self._end : self._end + num_new] == token_ids[self._num_ids :]
         self._num_ids = num_ids
@@ -50,15 +50,15 @@ class PromptLookup:
         else:
             self._end = NONE
             if num_ids < self._min_match:
-                return NO_GUESS
-            run = hash_end(token_ids, self._min_match)
-            end, length = self._find(token_ids, run)
+                return NO_DRAFT
+            ngram_hash = hash_end(token_ids, self._min_match)
+            end, length = self._find(token_ids, ngram_hash)
             if self._recent is not None and length < self._max_match:
-                found, longer = self._recent.find(token_ids, run, count, length)
+                found, longer = self._recent.find(token_ids, ngram_hash, count, length)
                 if found:
                     return NgramDraft(found, longer)
             if end == NONE:
-                return NO_GUESS
+                return NO_DRAFT
             self._end = end
             self._length = length
         return NgramDraft(self._continue(token_ids, count), self._length)
@@ -76,12 +76,12 @@ class PromptLookup:
         if self._recent is not None:
             self._recent.add(sequence.token_ids[sequence.num_prompt :])
 
-    def _find(self, token_ids: Items[int], run: int) -> tuple[int, int]:
+    def _find(self, token_ids: Items[int], ngram_hash: int) -> tuple[int, int]:
         """Return the position after the best earlier occurrence of the text's end, NONE without one, and its length."""
         last = len(token_ids) - 1
         best = NONE
         best_length = self._min_match - 1
-        for candidate in self._index.find(run):
+        for candidate in self._index.find(ngram_hash):
             length = count_equal(token_ids, candidate, token_ids, last, self._max_match, best_length)
             if length > best_length:
                 best = candidate + 1

@@ -37,13 +37,13 @@ class RecentTexts:
             self._index = NgramIndex(self._min_match, MAX_IDS)
         self._index.extend(self._ids, len(self._ids))
 
-    def find(self, token_ids: Items[int], run: int, count: int, least: int) -> tuple[list[int], int]:
+    def find(self, token_ids: Items[int], ngram_hash: int, count: int, least: int) -> tuple[list[int], int]:
         """Return up to `count` ids that followed the end of `token_ids` in the text with the longest match, if it is
-        longer than `least`; and the length of the match. run: hash of the last ids; see `NgramIndex.find`."""
+        longer than `least`; and the length of the match. ngram_hash: of the last ids; see `NgramIndex.find`."""
         best: list[int] = []
         best_length = least
         last = len(token_ids) - 1
-        for candidate in self._index.find(run):
+        for candidate in self._index.find(ngram_hash):
             length = count_equal(self._ids, candidate, token_ids, last, self._max_match, best_length)
             if length <= best_length or self._ids[candidate + 1] == END:
                 continue

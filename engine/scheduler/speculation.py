@@ -90,7 +90,7 @@ class _ModelDrafter(_Drafter):
 
 @dataclass(slots=True, kw_only=True)
 class _TextDrafter(_Drafter):
-    source: DraftProposer
+    proposer: DraftProposer
     rates: AcceptanceRates  # shared by all sequences
     match_length: int = 0  # ids that the draft follows
     next_lookup: int = 0  # length of the sequence at which to look for the next draft
@@ -129,7 +129,7 @@ class Speculator(ABC):
         """Process the sequence's new ids."""
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
-        """See `BatchDraftProposer`. Only called for sources that read them."""
+        """See `BatchDraftProposer`. Only called for proposers that read them."""
         raise NotImplementedError
 
     def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int, num_waiting: int = 0) -> None:
@@ -219,14 +219,14 @@ class TextSpeculator(Speculator):
     def __init__(
         self,
         num_tokens: int,
-        build_source: Callable[[EngineCoreRequest], DraftProposer],
+        build_proposer: Callable[[EngineCoreRequest], DraftProposer],
         clock: Callable[[], float],
         max_sequences: int | None = None,
     ) -> None:
-        """build_source: makes the source of one sequence. clock: returns seconds."""
+        """build_proposer: makes the proposer of one sequence. clock: returns seconds."""
         super().__init__(num_tokens, max_sequences)
         self._drafters: dict[int, _TextDrafter] = {}
-        self._build_source = build_source
+        self._build_proposer = build_proposer
         self._clock = clock
         self._rates = AcceptanceRates()
         self._pause = DraftPause()
@@ -238,8 +238,8 @@ class TextSpeculator(Speculator):
         if not sequence.num_output or self.has_too_many:
             return
         drafter = self._drafters.get(sequence.request.id)
-        if drafter is None:  # also in a pause, because its source keeps the text for later ones
-            drafter = _TextDrafter(source=self._build_source(sequence.request), rates=self._rates)
+        if drafter is None:  # also in a pause, because its proposer keeps the text for later ones
+            drafter = _TextDrafter(proposer=self._build_proposer(sequence.request), rates=self._rates)
             self._drafters[sequence.request.id] = drafter
         if drafter.is_verifying and len(sequence.token_ids) > drafter.num_ids:
             self._settle(drafter, sequence.token_ids)
@@ -260,7 +260,7 @@ class TextSpeculator(Speculator):
     def _look_up(self, drafter: _TextDrafter, token_ids: Items[int]) -> None:
         if drafter.proposed:
             drafter.judge(token_ids)
-        drafter.proposed, drafter.match_length = drafter.source.propose(token_ids, self.num_tokens)
+        drafter.proposed, drafter.match_length = drafter.proposer.propose(token_ids, self.num_tokens)
         drafter.num_ids = len(token_ids)
         num_missing = self._least_length - drafter.match_length
         drafter.next_lookup = drafter.num_ids + max(1, min(self.MOST_SKIPPED, num_missing))
@@ -295,7 +295,7 @@ class TextSpeculator(Speculator):
     def forget(self, sequence: Sequence) -> None:
         drafter = self._drafters.pop(sequence.request.id, None)
         if drafter is not None:
-            drafter.source.finish(sequence)
+            drafter.proposer.finish(sequence)
 
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
         return bool(self._find_drafts(sequence, self.num_tokens, num_running))
@@ -310,10 +310,10 @@ class ModelSpeculator(Speculator):
     RATE_MEMORY = 0.98  # weight of the rate so far, over all sequences, relative to one new comparison
     TRIAL_IDS = 32  # make a draft after this many ids without one, so that a low rate can recover
 
-    def __init__(self, num_tokens: int, source: BatchDraftProposer, max_sequences: int | None = None) -> None:
+    def __init__(self, num_tokens: int, proposer: BatchDraftProposer, max_sequences: int | None = None) -> None:
         super().__init__(num_tokens, max_sequences)
         self._drafters: dict[int, _ModelDrafter] = {}
-        self._source = source
+        self._proposer = proposer
         self._mean_rate = FIRST_RATE  # mean over all sequences, used as the initial rate of a new one
 
     def update(self, sequence: Sequence) -> None:
@@ -344,13 +344,13 @@ class ModelSpeculator(Speculator):
                 wanted.append((sequence, count))
         if not wanted:
             return
-        for drafter, (sequence, _), proposed in zip(drafters, wanted, self._source.propose(wanted), strict=True):
+        for drafter, (sequence, _), proposed in zip(drafters, wanted, self._proposer.propose(wanted), strict=True):
             if proposed:
                 drafter.proposed = proposed
                 drafter.num_ids = len(sequence.token_ids)
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
-        self._source.take_hidden_states(sequence, start, states)
+        self._proposer.take_hidden_states(sequence, start, states)
 
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
         drafter = self._drafters.get(sequence.request.id)
@@ -366,10 +366,10 @@ class ModelSpeculator(Speculator):
 
     def forget(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence.request.id, None)
-        self._source.forget(sequence.request.id)
+        self._proposer.forget(sequence.request.id)
 
     def _find_cost(self, num_running: int) -> float:
-        """Add the cost of a step of the source."""
+        """Add the cost of a step of the proposer."""
         step_seconds = self.costs.find_step_seconds()
-        share = self._source.step_seconds / step_seconds if step_seconds > 0.0 else 0.0
+        share = self._proposer.step_seconds / step_seconds if step_seconds > 0.0 else 0.0
         return super()._find_cost(num_running) + share

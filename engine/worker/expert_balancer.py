@@ -72,9 +72,9 @@ class _MovableExperts:
         """variant: of the compiled kernels on a CPU. For the other arguments and errors see `ExpertBalancer`."""
         self._dispatch = dispatch
         self._device = device
-        experts = dispatch.experts.list_held()
-        is_compiled = all(held.is_compiled for held in experts)
-        own = {_find_layout(held, variant) for held in experts} or {NO_EXPERTS}
+        experts = dispatch.experts.list_local_experts()
+        is_compiled = all(expert.is_compiled for expert in experts)
+        own = {_find_layout(expert, variant) for expert in experts} or {NO_EXPERTS}
         layout = own.pop() if is_compiled and len(own) == 1 else NOT_MOVABLE
         # Exchange before raising: otherwise the other ranks would wait for the one that raised.
         gathered = dispatch.group.all_gather(torch.tensor(layout).to(device))
@@ -86,7 +86,7 @@ class _MovableExperts:
                 "--enable-eplb: the experts of a layer are not held in the same form on all ranks, which depends on "
                 "the checkpoint's quantisation and on the processor; omit it"
             )
-        self._slots = [[tensor.view(-1).view(torch.uint8) for tensor in held.tensors] for held in experts]
+        self._slots = [[tensor.view(-1).view(torch.uint8) for tensor in expert.tensors] for expert in experts]
         self._num_bytes = max((layout.num_bytes for layout in layouts), default=0)
         dispatch.num_rows = torch.zeros(len(dispatch.span), dtype=torch.int64)
         self.stats = EPLBStats()
@@ -149,8 +149,8 @@ def _plan_moves(before: Placement, after: Placement) -> Moves:
     return moves
 
 
-def _find_layout(held: LocalExpert, variant: str | None) -> _Layout:
+def _find_layout(expert: LocalExpert, variant: str | None) -> _Layout:
     """A signature that is equal for experts with interchangeable weights."""
-    described = f"{variant} {held.form} {[(list(tensor.shape), str(tensor.dtype)) for tensor in held.tensors]}"
+    described = f"{variant} {expert.form} {[(list(tensor.shape), str(tensor.dtype)) for tensor in expert.tensors]}"
     form = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
-    return _Layout(sum(tensor.nbytes for tensor in held.tensors), form)
+    return _Layout(sum(tensor.nbytes for tensor in expert.tensors), form)

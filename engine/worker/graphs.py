@@ -40,7 +40,7 @@ Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
 class BatchDescriptor(NamedTuple):
-    """The kind of step that a graph computes."""
+    """The kind of step that a graph computes, with its numbers of tokens and sequences."""
 
     tokens: int
     sequences: int  # without the sequence of padding tokens
@@ -109,12 +109,12 @@ class GraphRunner:
     def capture_decode(self, num_sequences: int) -> None:
         """Capture the decode step of this size, one of `decode_sizes`, unless there is a graph. Only for a model of
         one stage."""
-        size = BatchDescriptor(num_sequences, num_sequences)
-        while size not in self._graphs:
-            self.run_padding(size)
+        descriptor = BatchDescriptor(num_sequences, num_sequences)
+        while descriptor not in self._graphs:
+            self.run_padding(descriptor)
 
-    def run_padding(self, size: BatchDescriptor) -> None:
-        """Run a step of padding. size: one that is captured. Only for a model of one stage."""
+    def run_padding(self, descriptor: BatchDescriptor) -> None:
+        """Run a step of padding. descriptor: one that is captured. Only for a model of one stage."""
         nothing = np.zeros(0, np.int64)
         step = HostInputs(
             ids=nothing,
@@ -127,7 +127,7 @@ class GraphRunner:
             tables=[np.zeros((0, 0), np.int32)] * len(self._tables),
             all_known=True,
         )
-        self._run(size, step, [] if size.is_mixed else None, None)
+        self._run(descriptor, step, [] if descriptor.is_mixed else None, None)
 
     def can_run(self, step: HostInputs, num_rows: int) -> bool:
         """Whether `mixed_logits` can compute `num_rows` rows of the step. Queries in two chunks would be two
@@ -141,34 +141,36 @@ class GraphRunner:
         num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(step.ids))]
         count = max(len(step.context_lens), len(rows))
         num_sequences = self.mixed_sequences[bisect_left(self.mixed_sequences, count)]
-        size = BatchDescriptor(num_tokens, num_sequences, is_mixed=True, has_adapters=step.adapter_slots is not None)
-        result = self._run(size, step, rows, received)
+        descriptor = BatchDescriptor(
+            num_tokens, num_sequences, is_mixed=True, has_adapters=step.adapter_slots is not None
+        )
+        result = self._run(descriptor, step, rows, received)
         return result[: len(rows) if self._is_last else len(step.ids)]
 
     def _run(
-        self, size: BatchDescriptor, step: HostInputs, rows: Sequence[int] | None, received: Tensor | None
+        self, descriptor: BatchDescriptor, step: HostInputs, rows: Sequence[int] | None, received: Tensor | None
     ) -> Tensor:
-        is_new = size not in self._buffers
+        is_new = descriptor not in self._buffers
         if is_new:
-            self._buffers[size] = _Buffers(
-                size, self._groups, self._tables, self._max_model_len, self._is_last, received
+            self._buffers[descriptor] = _Buffers(
+                descriptor, self._groups, self._tables, self._max_model_len, self._is_last, received
             )
-        buffers = self._buffers[size]
+        buffers = self._buffers[descriptor]
         buffers.fill(step, rows, received, self._copier)
         if is_new:
             result = self._compute(buffers.inputs, buffers.req_indices, buffers.rows, buffers.received)
             if self._output is None:
                 most_rows = self.max_tokens if self._is_last else max(self.max_tokens, MIXED_TOKENS[-1])
                 self._output = result.new_empty((most_rows, result.shape[1]))
-            self._num_rows[size] = len(result)
+            self._num_rows[descriptor] = len(result)
             return result
-        if size not in self._graphs:
+        if descriptor not in self._graphs:
             assert self._output is not None
-            output = self._output[: self._num_rows[size]]
-            self._graphs[size] = self._capture(
+            output = self._output[: self._num_rows[descriptor]]
+            self._graphs[descriptor] = self._capture(
                 lambda: output.copy_(self._compute(buffers.inputs, buffers.req_indices, buffers.rows, buffers.received))
             )
-        captured = self._graphs[size]
+        captured = self._graphs[descriptor]
         captured.replay()
         return captured.output
 
@@ -218,19 +220,19 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class _Buffers:
-    """The inputs of one size."""
+    """The input buffers of the steps of one `BatchDescriptor`."""
 
     def __init__(
         self,
-        size: BatchDescriptor,
+        descriptor: BatchDescriptor,
         groups: Sequence[KVCacheSpec],
         tables: Sequence[Tensor],
         max_model_len: int,
         is_last: bool,
         received: Tensor | None,
     ) -> None:
-        """tables: block tables of the largest size, which all sizes share. received: like what this size receives."""
-        num_tokens, num_sequences, is_mixed, has_adapters = size
+        """tables: block tables of the largest size, which all graphs share. received: like what such steps receive."""
+        num_tokens, num_sequences, is_mixed, has_adapters = descriptor
         device = tables[0].device
         self.received = None if received is None else received.new_zeros((num_tokens, received.shape[1]))
         num_rows = num_sequences if is_mixed and is_last else 0
@@ -241,11 +243,11 @@ class _Buffers:
         else:
             starts = list(range(num_sequences + 1))
         self._tables = [table[:num_sequences] for table in tables]
-        self._shape = InputBufferLayout(
+        self._layout = InputBufferLayout(
             3 + len(tables) + has_adapters, num_tokens, num_rows, 2 + len(groups), num_sequences
         )
-        self._packed = torch.zeros(self._shape.size, dtype=torch.int64, device=device)
-        numbers, rows, lengths = self._shape.split(self._packed, self._packed.view(torch.int32))
+        self._packed = torch.zeros(self._layout.size, dtype=torch.int64, device=device)
+        numbers, rows, lengths = self._layout.split(self._packed, self._packed.view(torch.int32))
         query_starts, context_lens, *chunk_context_lens = lengths
         self.rows = rows if num_rows else None
         chunks = [
@@ -275,9 +277,9 @@ class _Buffers:
             self.received[: len(received)] = received
         count = len(step.ids)
         num_sequences = len(step.context_lens)
-        packed: np.ndarray = np.zeros(self._shape.size, np.int64)
+        packed: np.ndarray = np.zeros(self._layout.size, np.int64)
         as_int32: np.ndarray = packed.view(np.int32)
-        numbers, padded_rows, lengths = self._shape.split(packed, as_int32)
+        numbers, padded_rows, lengths = self._layout.split(packed, as_int32)
         query_starts, context_lens, *chunk_context_lens = lengths
         of_tokens = [step.ids, step.req_indices, step.positions, *step.slots]
         if step.adapter_slots is not None:
@@ -290,7 +292,7 @@ class _Buffers:
         if rows is None:
             query_starts[:] = np.arange(len(query_starts))
         else:
-            query_starts[:] = self._shape.tokens
+            query_starts[:] = self._layout.tokens
             query_starts[: num_sequences + 1] = step.query_starts
             if self.rows is not None:
                 padded_rows[: len(rows)] = rows

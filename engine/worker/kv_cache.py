@@ -39,7 +39,7 @@ SLOTS_OFFSET = 4096  # bytes before the slots in shared memory
 class KVCacheConfig:
     """The KV cache of one rank: `num_blocks` blocks of `block_bytes`, and how each group uses a block.
 
-    Among several ranks' layouts, the one with the largest `block_bytes` limits all."""
+    Among the configs of several ranks, the one with the largest `block_bytes` limits all."""
 
     groups: tuple[KVCacheSpec, ...]
     block_bytes: int
@@ -102,15 +102,16 @@ class HostMemory(msgspec.Struct, frozen=True):
     copy_seconds: float  # time to copy a block to the device
 
 
-def bytes_per_token(group: KVGroup, row: KVCacheFormat) -> int:
+def bytes_per_token(group: KVGroup, cache_format: KVCacheFormat) -> int:
     """Bytes of the keys and values of one token in all layers of the group."""
-    return len(group.layers) * (1 if group.is_latent else 2) * group.num_kv_heads * row.num_bytes(group.head_dim)
+    parts = 1 if group.is_latent else 2
+    return len(group.layers) * parts * group.num_kv_heads * cache_format.num_bytes(group.head_dim)
 
 
 def plan_cache(
     model_groups: Sequence[KVGroup],
     rank_groups: Sequence[KVGroup],
-    row: KVCacheFormat,
+    cache_format: KVCacheFormat,
     block_size: int,
     num_bytes: int,
     *,
@@ -129,8 +130,8 @@ def plan_cache(
     Without groups (encoders) there is one unused block. Raises OptionError if chunks are not whole blocks.
     """
     if not model_groups:
-        return KVCacheConfig((), row.element_bytes, 1)
-    sizes = [bytes_per_token(group, row) for group in model_groups]
+        return KVCacheConfig((), cache_format.element_bytes, 1)
+    sizes = [bytes_per_token(group, cache_format) for group in model_groups]
     # candidates: bytes per `block_size` tokens that one group after another fills completely
     candidates = sorted(size << (-(-max(sizes) // size) - 1).bit_length() for size in sizes)
 
@@ -149,9 +150,9 @@ def plan_cache(
             f"whole blocks; choose a smaller size, or --max-model-len {chunk}"
         )
     best = min(layouts, key=lambda layout: layout.block_bytes * layout.blocks_per_request(max_model_len, max_chunk))
-    block_bytes = row.element_bytes
+    block_bytes = cache_format.element_bytes
     for group_layout, group in zip(best.groups, rank_groups, strict=True):
-        block_bytes = max(block_bytes, group_layout.block_size * bytes_per_token(group, row))
+        block_bytes = max(block_bytes, group_layout.block_size * bytes_per_token(group, cache_format))
     layout = KVCacheConfig(best.groups, block_bytes, 0)
     if states is not None:
         blocks_per_state = max(1, -(-states.of_model // best.block_bytes))
@@ -170,7 +171,7 @@ def plan_empty_cache(spec: ModelSpec, shard: Shard, config: Config) -> KVCacheCo
     return plan_cache(
         spec.kv_groups,
         shard.kv_groups(spec),
-        config.cache_row,
+        config.kv_cache_format,
         config.block_size,
         0,
         max_model_len=config.max_model_len,

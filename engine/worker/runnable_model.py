@@ -1,4 +1,4 @@
-"""What a runner needs from a model."""
+"""What `ModelRunner` needs from a model."""
 
 from __future__ import annotations
 

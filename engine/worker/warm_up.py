@@ -49,12 +49,12 @@ def compile_kernels(runner: ModelRunner, config: Config, layout: KVCacheConfig, 
         for step in _list_steps(config, layout):
             runner.start(step).finish()
         if runner.graphs is not None and config.pipeline_parallel_size == 1:
-            for size in choose_sizes(runner.graphs):
-                runner.graphs.run_padding(size)
+            for descriptor in choose_descriptors(runner.graphs):
+                runner.graphs.run_padding(descriptor)
     logger.info("Kernels compiled in %.2f s by %d threads", time.perf_counter() - began, threads)
 
 
-def choose_sizes(graphs: GraphRunner) -> list[BatchDescriptor]:
+def choose_descriptors(graphs: GraphRunner) -> list[BatchDescriptor]:
     """Sizes that are powers of two, of decode steps and of steps with prompts."""
     decodes = [BatchDescriptor(count, count) for count in graphs.decode_sizes if count.bit_count() == 1]
     sequences = graphs.mixed_sequences[0]

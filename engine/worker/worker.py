@@ -90,7 +90,7 @@ class Worker:
         with oom.translate_oom(CapacityError, "while loading the weights"):
             started = time.perf_counter()
             if isinstance(spec, TransformersSpec):
-                self._load_pretrained(spec)
+                self._load_transformers_model(spec)
             elif load_decoder is not None:
                 self._load_other(spec, load_decoder)
             else:
@@ -244,7 +244,7 @@ class Worker:
             self._cache_dtype,
         )
 
-    def _load_pretrained(self, spec: TransformersSpec) -> None:
+    def _load_transformers_model(self, spec: TransformersSpec) -> None:
         from serve_llm.engine.hf_backend.load import load_transformers_model  # takes seconds to import
 
         config = self._config
@@ -270,7 +270,7 @@ class Worker:
             return kv_cache.plan_cache(
                 self._model_kv_groups,
                 self._kv_groups,
-                config.cache_row,
+                config.kv_cache_format,
                 config.block_size,
                 num_bytes,
                 max_model_len=config.max_model_len,

@@ -43,18 +43,18 @@ class FlashLibrary(Protocol):
     def get_scheduler_metadata(self, **arguments: Any) -> Tensor | None: ...
 
 
-def offer(features: BackendRequirements) -> Offer:
+def offer(requirements: BackendRequirements) -> Offer:
     """See `Offer`. Runs each form once, and offers nothing if the results differ from those of `kernels.attention`."""
-    if features.batch_invariant:
+    if requirements.batch_invariant:
         return "its results depend on the rest of the batch, which --batch-invariant rules out"
-    if features.capability is None or features.capability[0] != 9:
-        found = "no GPU" if features.capability is None else "{}.{}".format(*features.capability)
+    if requirements.capability is None or requirements.capability[0] != 9:
+        found = "no GPU" if requirements.capability is None else "{}.{}".format(*requirements.capability)
         return f"it needs a GPU of compute capability 9.0 (H100, H200); found: {found}"
-    if features.dtype not in DTYPES:
-        return f"it computes bfloat16 and float16, not {str(features.dtype).removeprefix('torch.')}"
-    if features.cache_dtype not in (None, features.dtype):
+    if requirements.dtype not in DTYPES:
+        return f"it computes bfloat16 and float16, not {str(requirements.dtype).removeprefix('torch.')}"
+    if requirements.cache_dtype not in (None, requirements.dtype):
         return "it would round queries to 8 bits as well to read a KV cache in fp8"
-    for form in sorted(features.attention_forms, key=repr):
+    for form in sorted(requirements.attention_forms, key=repr):
         if obstacle := _find_obstacle(form):
             return obstacle
     try:
@@ -64,9 +64,9 @@ def offer(features: BackendRequirements) -> Offer:
     except Exception as error:  # raised for the network, the Hub, files in its cache, or the linker
         return f"{REPOSITORY} cannot be loaded: {_first_line(error)}"
     paged_attention = FlashAttention(library)
-    for form in sorted(features.attention_forms, key=repr):
+    for form in sorted(requirements.attention_forms, key=repr):
         try:
-            is_right = try_form(paged_attention, form, features)
+            is_right = try_form(paged_attention, form, requirements)
         except Exception as error:  # rejected by native code
             return f"it failed in a trial: {_first_line(error)}"
         if not is_right:
@@ -161,12 +161,12 @@ class FlashAttention:
         )
 
 
-def try_form(paged_attention: FlashAttention, form: AttentionForm, features: BackendRequirements) -> bool:
+def try_form(paged_attention: FlashAttention, form: AttentionForm, requirements: BackendRequirements) -> bool:
     """Whether the results are correct for a decode, a prompt after a cached prefix, and padding."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(features.dtype)
+        return torch.randn(shape, generator=generator).to(requirements.dtype)
 
     counts = (1, 9, 1)
     contexts = (37, 20, 0)
@@ -185,7 +185,7 @@ def try_form(paged_attention: FlashAttention, form: AttentionForm, features: Bac
     exact = attention.paged_attention(
         query[: starts[2]].float(), layers[:, 1].float(), table[:2], starts[:3], contexts[:2], **how
     )
-    device = features.device
+    device = requirements.device
     if how["sinks"] is not None:
         how["sinks"] = how["sinks"].to(device)
     lengths = Lengths(

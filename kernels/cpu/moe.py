@@ -124,6 +124,6 @@ class _BatchedExperts:
         outputs[local] = rows
         return moe.weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
 
-    def list_held(self) -> list[moe.LocalExpert]:
+    def list_local_experts(self) -> list[moe.LocalExpert]:
         """See `kernels.moe.PackedExperts`."""
-        return self._one_by_one.list_held()
+        return self._one_by_one.list_local_experts()

@@ -93,7 +93,7 @@ class _GroupedExperts:
             local_experts.start, local_experts.stop + 1, dtype=torch.int16, device=first.device
         )
 
-    def list_held(self) -> list[LocalExpert]:
+    def list_local_experts(self) -> list[LocalExpert]:
         """See `kernels.moe.PackedExperts`."""
         form = f"{self._first.form}, {self._last.form}"
         return [

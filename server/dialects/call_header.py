@@ -10,7 +10,7 @@ from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Incom
 from serve_llm.server.dialects.dialect import CallFormat, GemmaCodec, JsonCodec, PythonicCodec, TaggedCodec, get_forms
 from serve_llm.server.dialects.json_codec import JsonScanner, read_key, read_string
 
-MAX_HEAD = 4096  # maximum characters before the name is known; a longer beginning is not a call
+MAX_HEADER = 4096  # maximum characters before the name is known; a longer beginning is not a call
 
 _NAME = re.compile(r"[\w./-]{1,256}")
 _ID = re.compile(r"\w{1,256}")
@@ -24,7 +24,7 @@ class CallHeader(NamedTuple):
 
 
 class CallHeaderReader:
-    """Reads the heads of one dialect's calls. A head is a function of the text alone: nothing is consumed."""
+    """Reads the headers of one dialect's calls. A header is a function of the text alone: nothing is consumed."""
 
     def __init__(self, calls: CallFormat, names: Collection[str]) -> None:
         """names: of the tools."""
@@ -41,7 +41,7 @@ class CallHeaderReader:
         self._can_skip_section_open = any(not form.strip() for form in get_forms(calls.section_open))
 
     def read_first(self, text: str, start: int, final: bool) -> CallHeader | Incomplete | None:
-        """Return the head of a section's first call, at the beginning of the section."""
+        """Return the header of a section's first call, at the beginning of the section."""
         if self._section_open:
             found = self._section_open.match(text, start, final)
             if found is INCOMPLETE:
@@ -53,10 +53,10 @@ class CallHeaderReader:
         return self.read(text, start, final)
 
     def read(self, text: str, start: int, final: bool) -> CallHeader | Incomplete | None:
-        """Return the head of a call that begins at `start` or after whitespace."""
-        is_cut = len(text) > start + MAX_HEAD
-        head = self._read(text[: start + MAX_HEAD], start, final and not is_cut)
-        return None if head is INCOMPLETE and (is_cut or final) else head
+        """Return the header of a call that begins at `start` or after whitespace."""
+        is_cut = len(text) > start + MAX_HEADER
+        header = self._read(text[: start + MAX_HEADER], start, final and not is_cut)
+        return None if header is INCOMPLETE and (is_cut or final) else header
 
     def _read(self, text: str, start: int, final: bool) -> CallHeader | Incomplete | None:
         start = skip_space(text, start)
@@ -103,18 +103,18 @@ class CallHeaderReader:
             return None
         return self._check_body(text, end, final, CallHeader(name, written_id, end))
 
-    def _check_body(self, text: str, start: int, final: bool, head: CallHeader) -> CallHeader | Incomplete | None:
-        """Return the head, if arguments can begin there although no delimiter marks them."""
+    def _check_body(self, text: str, start: int, final: bool, header: CallHeader) -> CallHeader | Incomplete | None:
+        """Return the header, if arguments can begin there although no delimiter marks them."""
         if start == len(text):
             return INCOMPLETE
         if isinstance(self._codec, PythonicCodec):
-            return head._replace(end=start + 1) if text[start] == "(" else None
+            return header._replace(end=start + 1) if text[start] == "(" else None
         if isinstance(self._codec, GemmaCodec):
-            return head if text[start] == "{" else None
+            return header if text[start] == "{" else None
         if isinstance(self._codec, TaggedCodec):
             found = self._body.match(text, start, final)
-            return head if found is not None and found is not INCOMPLETE else found
-        return head if text[start] == "{" else None
+            return header if found is not None and found is not INCOMPLETE else found
+        return header if text[start] == "{" else None
 
     def _read_object(self, text: str, start: int, codec: JsonCodec) -> CallHeader | Incomplete | None:
         """Return the name in an object that begins at `start`."""

@@ -178,15 +178,15 @@ class _TurnWriter:
         if isinstance(codec, JsonCodec) and codec.name_key:
             if self._writes_objects:
                 return [*self._lark.write_text(opening), self._write_object(codec, tool), *self._lark.write_text(close)]
-            head = join(self._lark.write_text(opening + "{"), self._write_id_member(codec))
-            head = join(head, [write_literal(f'"{codec.name_key}": "{tool.name}", "{codec.arguments_key}": ')])
+            header = join(self._lark.write_text(opening + "{"), self._write_id_member(codec))
+            header = join(header, [write_literal(f'"{codec.name_key}": "{tool.name}", "{codec.arguments_key}": ')])
             close = "}" + close
         else:
-            head = self._lark.write_text(opening + tool.name + (calls.id_open or get_written_form(calls.name_end)))
+            header = self._lark.write_text(opening + tool.name + (calls.id_open or get_written_form(calls.name_end)))
             if calls.id_open:
                 name_end = self._lark.write_text(get_written_form(calls.name_end))
-                head = join(head, [write_regex(_IDS[calls.id_rule])], name_end)
-        return [*head, *self._write_arguments(tool), *self._lark.write_text(close)]
+                header = join(header, [write_regex(_IDS[calls.id_rule])], name_end)
+        return [*header, *self._write_arguments(tool), *self._lark.write_text(close)]
 
     def _write_object(self, codec: JsonCodec, tool: Tool) -> Symbol:
         """Write a call as a JSON object, like the content's objects, because a lexer could not tell them from a fixed
@@ -330,7 +330,7 @@ def _find_openings(dialect: Dialect, calls: CallFormat, tools: Sequence[Tool], l
     is_sectioned = has_text(calls.section_open) or calls.is_bare
     forms = list(get_forms(calls.section_open if is_sectioned else calls.open))
     openings = _Openings()
-    head = _write_head_pattern(calls, tools) if calls.is_bare else ""
+    header = _write_header_pattern(calls, tools) if calls.is_bare else ""
     if dialect.start:
         # Delimiters that are not single tokens count only after the beginning of the message.
         openings.start_forms = [f" {form}" for form in forms if isinstance(lark.tokens.split(form)[0], str)]
@@ -341,14 +341,14 @@ def _find_openings(dialect: Dialect, calls: CallFormat, tools: Sequence[Tool], l
     for form in forms:
         first, *others = [*lark.tokens.split(form.strip()), ""]
         rest = write_patterns(others[0]) if others and isinstance(others[0], str) else []
-        pattern = " ".join((*rest, head)) if head else " ".join(rest)
+        pattern = " ".join((*rest, header)) if header else " ".join(rest)
         if isinstance(first, int):
             is_shared = calls.is_bare or first in _find_other_ids(dialect, lark)
             token = openings.by_token.setdefault(first, _OpeningToken(is_shared))
             token.forms += [] if calls.is_bare else [form]
             token.rests += [pattern] if pattern else []
         elif calls.is_bare:
-            openings.start_patterns.append(" ".join((*write_patterns(first), head)))
+            openings.start_patterns.append(" ".join((*write_patterns(first), header)))
     if not calls.is_bare and not dialect.start:
         openings.text_forms = tuple(forms)
     return openings
@@ -363,7 +363,7 @@ def _find_other_ids(dialect: Dialect, lark: LarkWriter) -> set[int]:
     return {found[0] for found in pieces if isinstance(found[0], int)}
 
 
-def _write_head_pattern(calls: CallFormat, tools: Sequence[Tool]) -> str:
+def _write_header_pattern(calls: CallFormat, tools: Sequence[Tool]) -> str:
     """Return the pattern with which a call without delimiter begins."""
     names = " | ".join(write_literal(tool.name).expression for tool in tools)
     if isinstance(calls.codec, JsonCodec):

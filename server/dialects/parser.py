@@ -65,7 +65,7 @@ class DialectParser:
         self._calls = dialect.calls if parse_calls else None
         self._requires_call = requires_call
         self._content_has_form = content_has_form
-        self._heads = CallHeaderReader(self._calls, self._tools) if self._calls is not None else None
+        self._header_reader = CallHeaderReader(self._calls, self._tools) if self._calls is not None else None
         self._ids = CallIdMaker(generator or random.Random(), num_previous_calls)
         self._delimiters = TurnDelimiters(dialect, self._calls, spelled_ends)
 
@@ -150,11 +150,11 @@ class DialectParser:
             self._cross(found)
             return True
         if self._calls is not None and (self._calls.is_bare or found is not None):
-            head = self._read_first_head(start)
-            if head is INCOMPLETE:
+            header = self._read_first_header(start)
+            if header is INCOMPLETE:
                 return False
-            if head is not None:
-                self._begin_call(head, start)
+            if header is not None:
+                self._begin_call(header, start)
                 return True
         self._read_state = self._read_text
         return True
@@ -179,12 +179,12 @@ class DialectParser:
             if found.label != "call":
                 self._cross(found)
                 return True
-            head = self._read_first_head(found.start)
-            if head is INCOMPLETE:
+            header = self._read_first_header(found.start)
+            if header is INCOMPLETE:
                 self._add_text(found.start)
                 return False
-            if head is not None:
-                self._begin_call(head, found.start)
+            if header is not None:
+                self._begin_call(header, found.start)
                 return True
             start = found.start + 1
 
@@ -262,7 +262,7 @@ class DialectParser:
 
     def _read_between(self) -> bool:
         """Read after a call: another call of the section, its end, or text that belongs to neither."""
-        assert self._heads is not None
+        assert self._header_reader is not None
         start = skip_space(self._buffer, 0)
         if start == len(self._buffer):
             return False
@@ -275,11 +275,11 @@ class DialectParser:
             separator = self._delimiters.separator.match(self._buffer, start, self._is_final)
             if separator is INCOMPLETE:
                 return False
-            head = self._heads.read(self._buffer, separator.end if separator else start, self._is_final)
-            if head is INCOMPLETE:
+            header = self._header_reader.read(self._buffer, separator.end if separator else start, self._is_final)
+            if header is INCOMPLETE:
                 return False
-            if head is not None:
-                self._begin_call(head, start)
+            if header is not None:
+                self._begin_call(header, start)
                 return True
         self._begin_content()
         self._drops_space = self._dialect.trims_content
@@ -294,9 +294,9 @@ class DialectParser:
 
     # Transitions between states.
 
-    def _read_first_head(self, start: int) -> CallHeader | Incomplete | None:
-        assert self._heads is not None
-        return self._heads.read_first(self._buffer, start, self._is_final)
+    def _read_first_header(self, start: int) -> CallHeader | Incomplete | None:
+        assert self._header_reader is not None
+        return self._header_reader.read_first(self._buffer, start, self._is_final)
 
     def _cross(self, found: DelimiterMatch) -> None:
         """Continue after a delimiter that is not one of calls."""
@@ -339,18 +339,18 @@ class DialectParser:
         self._needs_separator = self._has_content and self._dialect.content is not None
         self._read_state = self._read_start
 
-    def _begin_call(self, head: CallHeader, start: int) -> None:
+    def _begin_call(self, header: CallHeader, start: int) -> None:
         """start: of the call's first delimiter."""
         assert self._calls is not None
         self._end_part(start)
         self.is_reasoning = False
         self._is_in_message = False
-        self._buffer = self._buffer[head.end :]
+        self._buffer = self._buffer[header.end :]
         self._can_reason = self._dialect.reasoning is not None and self._dialect.reasoning.repeats
-        call_id = self._ids.make(self._calls.id_rule, head.name, head.written_id, self._num_calls)
-        self._pieces.append(CallBegin(self._num_calls, call_id, head.name))
+        call_id = self._ids.make(self._calls.id_rule, header.name, header.written_id, self._num_calls)
+        self._pieces.append(CallBegin(self._num_calls, call_id, header.name))
         self._num_calls += 1
-        self._arguments = create_reader(self._calls, self._tools.get(head.name))
+        self._arguments = create_reader(self._calls, self._tools.get(header.name))
         self._read_state = self._read_arguments
 
     # Text of the current part.

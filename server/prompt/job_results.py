@@ -9,7 +9,7 @@ from serve_llm.server.prompt.validate import TextRequest
 
 
 class ValidGenerateRequest(msgspec.Struct, kw_only=True):
-    """A valid completion or chat completion request."""
+    """A valid request for generated text, of any route, and what its response needs."""
 
     request: TextRequest
     model: str  # name for the reply

@@ -277,9 +277,9 @@ def _build_vectors(
     _check_dimensions(body.dimensions, context)
     request = _prepare_inputs(body, context)
     if context.facts.pooling_task == "classify":
-        return _build_pool(body, name, request, ignored, activate=bool(body.use_activation))
+        return _build_request(body, name, request, ignored, activate=bool(body.use_activation))
     is_scaled = body.scales_vectors(context.model.vectors.has_unit_length)
-    return _build_pool(body, name, request, ignored, is_scaled=is_scaled)
+    return _build_request(body, name, request, ignored, is_scaled=is_scaled)
 
 
 def _build_token_vectors(body: PoolingRequest, context: JobContext, ignored: list[str]) -> ValidPoolingRequest:
@@ -299,12 +299,12 @@ def _build_token_vectors(body: PoolingRequest, context: JobContext, ignored: lis
         )
     if context.facts.pooling_task == "token_classify":
         activate = bool(body.use_activation)
-        return _build_pool(body, name, request, ignored, activate=activate, token_vector_size=size)
+        return _build_request(body, name, request, ignored, activate=activate, token_vector_size=size)
     is_scaled = body.scales_vectors(has_unit_length=False, default=True)
-    return _build_pool(body, name, request, ignored, is_scaled=is_scaled, token_vector_size=size)
+    return _build_request(body, name, request, ignored, is_scaled=is_scaled, token_vector_size=size)
 
 
-def _build_pool(
+def _build_request(
     body: EmbeddingRequest | PoolingRequest,
     model: str,
     request: TextRequest,

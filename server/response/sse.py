@@ -47,7 +47,7 @@ class SSEEncoder:
         self._returns_only_text = builder.returns_only_text and not continuous_usage
         self._before_index = _build_start(builder)
         self._after_text = _build_end(builder.plain_choice[1], include_usage)
-        self._index = 0  # of the choice that `_before_text` is for
+        self._index = 0  # index of the choice that `_before_text` is for
         self._before_text = self._before_index % 0
         self._num_shown = 0  # generated tokens in the usage of the last event
 

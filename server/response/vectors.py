@@ -19,91 +19,91 @@ BuildBody = Callable[[ValidPoolingRequest, Sequence[bytes], ResponseMeta, Vector
 
 
 def build_embeddings(
-    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    parsed: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
     entries = (
-        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, pool)}
+        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, parsed)}
         for index, vector in enumerate(vectors)
     )
-    return _list_entries(entries, pool, meta)
+    return _list_entries(entries, parsed, meta)
 
 
 def build_cohere_embeddings(
-    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    parsed: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
-    billed = {"input_tokens": _count_usage(pool)["prompt_tokens"]}
+    billed = {"input_tokens": _count_usage(parsed)["prompt_tokens"]}
     head = {
         "id": meta.id,
         "response_type": "embeddings_by_type",
-        "texts": pool.documents,
+        "texts": parsed.documents,
         "meta": {"api_version": {"version": "2"}, "billed_units": billed},
     }
     yield msgspec.json.encode(head)[:-1] + b',"embeddings":{'
-    for position, name in enumerate(pool.embedding_types):
+    for position, name in enumerate(parsed.embedding_types):
         yield (b"," if position else b"") + msgspec.json.encode(name) + b":["
         for index, vector in enumerate(vectors):
-            numbers = cut_vector(vector, pool.dimensions)
+            numbers = cut_vector(vector, parsed.dimensions)
             yield (b"," if index else b"") + msgspec.json.encode(_FORMS[name](numbers))
         yield b"]"
     yield b"}}"
 
 
 def build_pooled(
-    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    parsed: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
-    if pool.token_vector_size:
-        return _list_token_vectors(vectors, pool, meta, settings.activation)
-    if pool.activate:
+    if parsed.token_vector_size:
+        return _list_token_vectors(vectors, parsed, meta, settings.activation)
+    if parsed.activate:
         vectors = [array("f", compute_probabilities(vector, settings.activation)).tobytes() for vector in vectors]
     entries = (
-        {"object": "pooling", "index": index, "data": _encode_vector(vector, pool)}
+        {"object": "pooling", "index": index, "data": _encode_vector(vector, parsed)}
         for index, vector in enumerate(vectors)
     )
-    return _list_entries(entries, pool, meta)
+    return _list_entries(entries, parsed, meta)
 
 
 def build_classes(
-    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    parsed: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
     def build_entry(index: int, vector: bytes) -> dict[str, object]:
-        probabilities = compute_probabilities(vector, settings.activation if pool.activate else "none")
+        probabilities = compute_probabilities(vector, settings.activation if parsed.activate else "none")
         label = settings.find_label(probabilities)
         return {"index": index, "label": label, "probs": probabilities, "num_classes": len(probabilities)}
 
     entries = (build_entry(index, vector) for index, vector in enumerate(vectors))
-    return _list_entries(entries, pool, meta)
+    return _list_entries(entries, parsed, meta)
 
 
 def build_scores(
-    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    parsed: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
     entries = (
         {"object": "score", "index": index, "score": score}
-        for index, score in enumerate(compute_scores(pool, vectors, settings))
+        for index, score in enumerate(compute_scores(parsed, vectors, settings))
     )
-    return _list_entries(entries, pool, meta)
+    return _list_entries(entries, parsed, meta)
 
 
 def build_ranking(
-    pool: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+    parsed: ValidPoolingRequest, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
 ) -> Iterator[bytes]:
-    scores = compute_scores(pool, vectors, settings)
+    scores = compute_scores(parsed, vectors, settings)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = []
-    for index in order[: pool.top_n or len(order)]:
+    for index in order[: parsed.top_n or len(order)]:
         result: dict[str, object] = {"index": index, "relevance_score": scores[index]}
-        if pool.documents is not None:
-            result["document"] = {"text": pool.documents[index]}
+        if parsed.documents is not None:
+            result["document"] = {"text": parsed.documents[index]}
         results.append(result)
-    yield msgspec.json.encode({"id": meta.id, "model": meta.model, "usage": _count_usage(pool), "results": results})
+    yield msgspec.json.encode({"id": meta.id, "model": meta.model, "usage": _count_usage(parsed), "results": results})
 
 
-def compute_scores(pool: ValidPoolingRequest, vectors: Sequence[bytes], settings: VectorSettings) -> list[float]:
+def compute_scores(parsed: ValidPoolingRequest, vectors: Sequence[bytes], settings: VectorSettings) -> list[float]:
     """Return one score per pair of texts: the cosine of two embeddings, or a cross-encoder's output."""
-    if pool.pairs:
+    if parsed.pairs:
         read = [read_vector(vector) for vector in vectors]
-        return [_compute_cosine(read[one], read[other]) for one, other in pool.pairs]
-    activation = settings.activation if pool.activate else "none"
+        return [_compute_cosine(read[one], read[other]) for one, other in parsed.pairs]
+    activation = settings.activation if parsed.activate else "none"
     return [compute_probabilities(vector, activation)[-1] for vector in vectors]
 
 
@@ -168,27 +168,27 @@ _FORMS: dict[str, Callable[[array[float]], object]] = {
 }
 
 
-def _encode_vector(vector: bytes, pool: ValidPoolingRequest) -> str | list[float]:
-    numbers = cut_vector(vector, pool.dimensions, is_scaled=pool.is_scaled)
-    return _encode_base64(numbers) if pool.base64 else numbers.tolist()
+def _encode_vector(vector: bytes, parsed: ValidPoolingRequest) -> str | list[float]:
+    numbers = cut_vector(vector, parsed.dimensions, is_scaled=parsed.is_scaled)
+    return _encode_base64(numbers) if parsed.base64 else numbers.tolist()
 
 
 def _list_token_vectors(
-    vectors: Sequence[bytes], pool: ValidPoolingRequest, meta: ResponseMeta, activation: Activation
+    vectors: Sequence[bytes], parsed: ValidPoolingRequest, meta: ResponseMeta, activation: Activation
 ) -> Iterator[bytes]:
     """vectors: of all tokens of each text."""
-    yield _begin_list(pool, meta)
-    row_bytes = 4 * pool.token_vector_size
+    yield _begin_list(parsed, meta)
+    row_bytes = 4 * parsed.token_vector_size
 
     def build_row(row: bytes) -> array[float]:
-        if pool.activate:
+        if parsed.activate:
             return array("f", compute_probabilities(row, activation))
-        return cut_vector(row, pool.dimensions, is_scaled=pool.is_scaled)
+        return cut_vector(row, parsed.dimensions, is_scaled=parsed.is_scaled)
 
     for index, vector in enumerate(vectors):
         yield b'%s{"object":"pooling","index":%d,"data":' % (b"," if index else b"", index)
         rows = (build_row(vector[start : start + row_bytes]) for start in range(0, len(vector), row_bytes))
-        yield from _encode_rows_as_base64(rows) if pool.base64 else _encode_rows(rows)
+        yield from _encode_rows_as_base64(rows) if parsed.base64 else _encode_rows(rows)
         yield b"}"
     yield b"]}"
 
@@ -211,20 +211,26 @@ def _encode_rows_as_base64(rows: Iterable[array[float]]) -> Iterator[bytes]:
     yield base64.b64encode(rest) + b'"'
 
 
-def _begin_list(pool: ValidPoolingRequest, meta: ResponseMeta) -> bytes:
-    head = {"id": meta.id, "object": "list", "created": meta.created, "model": meta.model, "usage": _count_usage(pool)}
+def _begin_list(parsed: ValidPoolingRequest, meta: ResponseMeta) -> bytes:
+    head = {
+        "id": meta.id,
+        "object": "list",
+        "created": meta.created,
+        "model": meta.model,
+        "usage": _count_usage(parsed),
+    }
     return msgspec.json.encode(head)[:-1] + b',"data":['
 
 
 def _list_entries(
-    entries: Iterable[Mapping[str, object]], pool: ValidPoolingRequest, meta: ResponseMeta
+    entries: Iterable[Mapping[str, object]], parsed: ValidPoolingRequest, meta: ResponseMeta
 ) -> Iterator[bytes]:
-    yield _begin_list(pool, meta)
+    yield _begin_list(parsed, meta)
     for index, entry in enumerate(entries):
         yield (b"," if index else b"") + msgspec.json.encode(entry)
     yield b"]}"
 
 
-def _count_usage(pool: ValidPoolingRequest) -> dict[str, int]:
-    num_tokens = sum(map(len, pool.request.prompts))
+def _count_usage(parsed: ValidPoolingRequest) -> dict[str, int]:
+    num_tokens = sum(map(len, parsed.request.prompts))
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

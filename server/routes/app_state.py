@@ -66,7 +66,7 @@ class AppState:
     ignored_fields: Counter[str]  # fields of requests without effect, by route
     owners: tuple[str, ...] = ("",)  # those of stored objects, one per API key
     administrators: frozenset[int] = frozenset()  # indices of API keys
-    response_store: ResponseStore | None = None  # in bodies that `schema.common.parse_by_policy` parses
+    response_store: ResponseStore | None = None  # None: responses are not stored
     ignores_unknown_fields: bool = False  # in bodies that `schema.common.parse_by_policy` reads
     tracing: Tracing | None = None  # None: there are no traces
     request_log: RequestLog | None = None  # None: requests are not logged

@@ -35,8 +35,8 @@ def case(family: str, directory: Path, **overrides: object) -> tuple[Path, dict[
 
 def find_draft_model(engine: EngineCore) -> DraftModel:
     assert isinstance(engine._speculator, ModelSpeculator)
-    assert isinstance(engine._speculator._source, DraftModel)
-    return engine._speculator._source
+    assert isinstance(engine._speculator._proposer, DraftModel)
+    return engine._speculator._proposer
 
 
 def check(engine: EngineCore) -> None:

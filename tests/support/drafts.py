@@ -12,8 +12,8 @@ from support.speculation import assert_drafted
 
 def find_draft_model(engine: EngineCore) -> HeadDraftModel:
     assert isinstance(engine._speculator, ModelSpeculator)
-    assert isinstance(engine._speculator._source, HeadDraftModel)
-    return engine._speculator._source
+    assert isinstance(engine._speculator._proposer, HeadDraftModel)
+    return engine._speculator._proposer
 
 
 def check_head(engine: EngineCore) -> None:

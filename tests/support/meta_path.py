@@ -2,7 +2,7 @@
 back, or mixes host and device tensors, fails. Triton's kernels do not run, but the signatures for which they would be
 compiled are recorded.
 
-Only `Transfer` may copy numbers to the device, and nothing may while a step is captured.
+Only `DeviceCopier` may copy numbers to the device, and nothing may while a step is captured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NoNumbers(TorchFunctionMode):
 @dataclass
 class Watch(TorchDispatchMode):
     """Records what happens inside a step. Used as a mode together with `NoNumbers`, it refuses what meta tensors allow:
-    host tensors other than those of `Transfer`, and masks as indices, for which a GPU's host waits."""
+    host tensors other than those of `DeviceCopier`, and masks as indices, for which a GPU's host waits."""
 
     copies: int = 0  # to the device
     captured: list[int] = field(default_factory=list)  # sizes

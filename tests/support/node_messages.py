@@ -12,7 +12,7 @@ LIMIT = 60.0
 
 
 class NoRanks:
-    """A stand-in for `LocalRanks`."""
+    """A stand-in for `WorkerLauncher`."""
 
     def __init__(self, ranks: Sequence[int], url: str, **_: object) -> None:
         self.ranks, self.gone = ranks, {}

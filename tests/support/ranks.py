@@ -86,7 +86,7 @@ class MemoryGroup:
 
 
 class MemoryLink:
-    """See `Link`."""
+    """See `PipelineLink`."""
 
     def __init__(self) -> None:
         self._queue: Queue[Tensor | None] = Queue()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.scheduler.acceptance_rates import LONGEST
-from serve_llm.engine.scheduler.prompt_lookup import NO_GUESS, NgramDraft
+from serve_llm.engine.scheduler.prompt_lookup import NO_DRAFT, NgramDraft
 from serve_llm.engine.scheduler.speculation import TextSpeculator
 from serve_llm.engine.scheduler.step_costs import StepCosts
 from support.engine import Result
@@ -77,7 +77,7 @@ class KnownTexts:
                 drafts = [1 if place % self._wrong_every == 0 else text[place] for place in places]
                 # 2: beyond the end, where nothing is accepted
                 return NgramDraft([*drafts, *([2] * (count - len(drafts)))], LONGEST)
-        return NO_GUESS
+        return NO_DRAFT
 
     def finish(self, sequence: object) -> None:
         """Do nothing: there is nothing to release."""
@@ -131,7 +131,7 @@ def draft_from(
     texts = [[*request.prompt_ids, *results[request.id].token_ids] for request in requests]
     speculator = draft_freely(engine)._speculator
     assert isinstance(speculator, TextSpeculator)
-    speculator._build_source = lambda request: KnownTexts(texts, wrong_every)
+    speculator._build_proposer = lambda request: KnownTexts(texts, wrong_every)
     return engine
 
 

@@ -30,7 +30,7 @@ LATENT_QUERIES = {
 def read_mla_decoder(
     config: ConfigReader, architecture: str, *, default_max_position: int, interleaved: bool
 ) -> ModelSpec:
-    """Read the model, dense in every layer. interleaved: as in `Rope`. The caller must call config.done()."""
+    """Read the model, dense in every layer. interleaved: as in `RopeSpec`. The caller must call config.done()."""
     mixer, context = _read_mixer(config, default_max_position, interleaved)
     norm = NormSpec("rms", config.number("rms_norm_eps", 1e-6))
     config.choice("hidden_act", {"silu": "silu"}, "silu")

@@ -183,7 +183,7 @@ def test_an_int8_cache_is_for_cpus() -> None:
 def test_an_fp8_cache_is_for_gpus() -> None:
     for spelling in ("fp8", "fp8_e4m3", "FP8"):
         config = decide("cuda", kv_cache_dtype=parse_kv_cache_dtype(spelling))
-        assert config.types == "bfloat16 with KV cache in fp8" and config.cache_row.num_bytes(64) == 64
+        assert config.types == "bfloat16 with KV cache in fp8" and config.kv_cache_format.num_bytes(64) == 64
     assert decide("cuda", kv_cache_dtype="fp8", quantization="fp8").types == "bfloat16 with layers and KV cache in fp8"
     both = decide("cuda", kv_cache_dtype="fp8", quantization="int4")
     assert both.types == "bfloat16 with layers in int4 and KV cache in fp8"

@@ -106,7 +106,7 @@ def test_overwritten_weights_are_used(found: library.Library) -> None:
     """As when experts move between ranks."""
     case = make_case(9, EXPERTS, 3, WIDTH, INNER, torch.bfloat16)
     experts, _ = pack_both(case, range(EXPERTS), find_pack(found, "int8"))
-    held = experts.list_held()
+    held = experts.list_local_experts()
     for to, source in zip(held[0].tensors, held[3].tensors, strict=True):
         to.copy_(source)
     case.experts[:] = torch.tensor([0, 1, 2])

@@ -124,7 +124,7 @@ def test_the_log_names_the_commit(library: FlashLibrary, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    ("features", "reason"),
+    ("requirements", "reason"),
     [
         (replace(H100, batch_invariant=True), "which --batch-invariant rules out"),
         (replace(H100, capability=(8, 9)), r"compute capability 9.0 \(H100, H200\); found: 8.9"),
@@ -136,10 +136,10 @@ def test_the_log_names_the_commit(library: FlashLibrary, caplog: pytest.LogCaptu
         (replace(H100, attention_forms={AttentionForm(320, 256)}), "rows of 576 numbers, not 320"),
     ],
 )
-def test_what_it_does_not_compute(library: FlashLibrary, features: BackendRequirements, reason: str) -> None:
+def test_what_it_does_not_compute(library: FlashLibrary, requirements: BackendRequirements, reason: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "kernels", None)  # nothing is searched for
-        found = flash_attention.offer(features)
+        found = flash_attention.offer(requirements)
     assert isinstance(found, str)
     with pytest.raises(ValueError, match=reason):
         raise ValueError(found)

@@ -69,18 +69,18 @@ def test_where_no_number_is_safe_rows_come_alone(caplog: pytest.LogCaptureFixtur
 
 def test_one_product_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    guard, calls = BatchInvarianceChecker(), []
+    checker, calls = BatchInvarianceChecker(), []
 
     def counted(x: Tensor) -> Tensor:
         calls.append(len(x))
         return another_way_for_few(x)
 
-    first = guard.make_invariant(counted, PRODUCT)
+    first = checker.make_invariant(counted, PRODUCT)
     tried = len(calls)
-    second = guard.make_invariant(counted, PRODUCT)
+    second = checker.make_invariant(counted, PRODUCT)
     assert tried and len(calls) == tried and len(caplog.messages) == 1
     assert isinstance(first, PaddedLinear) and isinstance(second, PaddedLinear)
-    assert guard.make_invariant(right, LayerKind("another", 24, 40, torch.float32)) is right
+    assert checker.make_invariant(right, LayerKind("another", 24, 40, torch.float32)) is right
 
 
 def test_layers_of_nothing_are_not_tried() -> None:

@@ -128,7 +128,7 @@ def test_rates_by_length_are_learned_from_all_sequences() -> None:
     assert count_drafts(scheduler, workers, 9) == [0] * 9, "matches that mislead, whatever the text"
     assert speculator._rates.find_rate(12) < 0.3 and speculator._rates.find_rate(14) > 0.8
     (drafter,) = speculator._drafters.values()
-    drafter.source = Guesser(1, 14)
+    drafter.proposer = Guesser(1, 14)
     assert count_drafts(scheduler, workers, 2)[1] > 0, "matches of another length"
 
 
@@ -162,7 +162,7 @@ def test_drafts_that_come_true_end_the_waiting() -> None:
     count_drafts(scheduler, workers, 8)
     (drafter,) = speculator._drafters.values()
     assert drafter.num_failures > 1
-    drafter.source = Guesser(1000, 16)
+    drafter.proposer = Guesser(1000, 16)
     count_drafts(scheduler, workers, 16)
     assert drafter.num_failures == 0
 
@@ -192,7 +192,7 @@ def test_wrong_guesses_are_not_verified_for_ever_but_judged_still() -> None:
     add(scheduler, 1)
     assert count_drafts(scheduler, workers, 20)[-1] == 0
     (drafter,) = speculator._drafters.values()
-    drafter.source = Guesser(1000)  # the text repeats itself from here on
+    drafter.proposer = Guesser(1000)  # the text repeats itself from here on
     assert max(count_drafts(scheduler, workers, 25)) > 0
 
 
@@ -248,7 +248,7 @@ def test_short_matches_are_not_looked_for_while_they_are_worth_nothing() -> None
             lengths.append(len(token_ids))
             return super().propose(token_ids, count)
 
-    drafter.source = Watched(1, match_length=3)
+    drafter.proposer = Watched(1, match_length=3)
     drafter.is_verifying = False
     speculator._least_length = 7
     speculator._rates.find_rate = lambda length: 0.0  # nothing is verified

@@ -69,7 +69,7 @@ def pack_integers(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Lin
 def test_experts_take_each_others_place(pack_layer: Callable[..., linear.Linear]) -> None:
     case = make_case(9, 4, 1, 40, 24, torch.float32, bias=True)
     packed = pack_experts(case.pairs(range(4), pack_layer), activation.silu_and_mul, range(4))
-    held = packed.list_held()
+    held = packed.list_local_experts()
     assert len({one.form for one in held}) == 1 and all(one.is_compiled for one in held)
     before = packed(case.x, case.weights, torch.full_like(case.experts, 2))
     for target, source in zip(held[0].tensors, held[2].tensors, strict=True):
