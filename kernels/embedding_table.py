@@ -23,6 +23,8 @@ LookUp = Callable[[Tensor], Tensor]  # (rows,) int64 -> (rows, inputs)
 
 
 class EmbeddingTable(NamedTuple):
+    """A packed matrix (rows, inputs), as a linear layer and as a table."""
+
     multiply: Linear
     look_up: LookUp  # in the model's dtype; zeros for any ids if the matrix has no rows
 
@@ -33,9 +35,8 @@ def pack_int8_table(weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: t
     def look_up(ids: Tensor) -> Tensor:
         return (weight[ids] * scale[ids]).to(dtype)
 
-    return EmbeddingTable(
-        linear_int8.pack_int8(weight, scale, bias), look_up if len(weight) else zeros(weight.shape[1], dtype)
-    )
+    packed = linear_int8.pack_int8(weight, scale, bias)
+    return EmbeddingTable(packed, look_up if len(weight) else zeros(weight.shape[1], dtype))
 
 
 def pack_grouped_table(weight: GroupQuantWeight, bias: Tensor | None, dtype: torch.dtype) -> EmbeddingTable:

@@ -166,9 +166,8 @@ class MultiHostStepChannel:
         self._answers: ShmStepChannel | SocketStepChannel = local if local is not None and answers_here else remote
 
     def send(self, message: bytes, seconds: float = STEP_SECONDS, remote_message: bytes | None = None) -> None:
-        self._remote.send(
-            message if remote_message is None else remote_message
-        )  # first, because the network takes longest
+        # The network takes longest, so it is first.
+        self._remote.send(message if remote_message is None else remote_message)
         if self._local is not None:
             self._local.send(message, seconds)
 

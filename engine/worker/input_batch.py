@@ -78,20 +78,19 @@ class HostInputs:
 
     def split_chunks(self, group: int) -> ChunkedSequences | None:
         """The sequences as the attention of a chunked group sees them; None for any other group."""
-        layout = self.groups[group]
-        if layout.chunk_size is None:
+        spec = self.groups[group]
+        if spec.chunk_size is None:
             return None
         return split_sequences(
-            self.query_starts, self.context_lens, self.tables[group], layout.chunk_size, layout.block_size
+            self.query_starts, self.context_lens, self.tables[group], spec.chunk_size, spec.block_size
         )
 
     @property
     def crosses_chunks(self) -> bool:
         """Whether any sequence has queries in several chunks of a group."""
         return any(
-            layout.chunk_size is not None
-            and count_crossings(self.query_starts, self.context_lens, layout.chunk_size) > 0
-            for layout in self.groups
+            spec.chunk_size is not None and count_crossings(self.query_starts, self.context_lens, spec.chunk_size) > 0
+            for spec in self.groups
         )
 
     def to_inputs(self, to_device: Callable[[np.ndarray], Tensor], *, device_lengths: bool) -> StepInputs:

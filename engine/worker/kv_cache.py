@@ -63,7 +63,7 @@ class KVCacheConfig:
         return min(max_num_seqs, self.num_states) if self.max_states else max_num_seqs
 
     def fill(self, num_bytes: int) -> KVCacheConfig:
-        """The layout with as many blocks as fit into `num_bytes` together with their states."""
+        """The same with as many blocks as fit into `num_bytes` together with their states."""
         share = self.blocks_per_state * self.block_bytes + self.state_bytes
         num_states = min(self.max_states, max(1, num_bytes // share))
         num_blocks = max(0, num_bytes - num_states * self.state_bytes) // self.block_bytes
@@ -136,11 +136,11 @@ def plan_cache(
     candidates = sorted(size << (-(-max(sizes) // size) - 1).bit_length() for size in sizes)
 
     def build_layout(bytes_per_slot: int) -> KVCacheConfig:
-        group_layouts = []
+        group_specs = []
         for size, group in zip(sizes, model_groups, strict=True):
             power = (bytes_per_slot // size).bit_length() - 1
-            group_layouts.append(KVCacheSpec(block_size << power, group.sliding_window, group.chunked))
-        return KVCacheConfig(tuple(group_layouts), bytes_per_slot * block_size, 0)
+            group_specs.append(KVCacheSpec(block_size << power, group.sliding_window, group.chunked))
+        return KVCacheConfig(tuple(group_specs), bytes_per_slot * block_size, 0)
 
     layouts = [layout for layout in map(build_layout, candidates) if all(map(_has_whole_chunks, layout.groups))]
     if not layouts:
@@ -151,8 +151,8 @@ def plan_cache(
         )
     best = min(layouts, key=lambda layout: layout.block_bytes * layout.blocks_per_request(max_model_len, max_chunk))
     block_bytes = cache_format.element_bytes
-    for group_layout, group in zip(best.groups, rank_groups, strict=True):
-        block_bytes = max(block_bytes, group_layout.block_size * bytes_per_token(group, cache_format))
+    for group_spec, group in zip(best.groups, rank_groups, strict=True):
+        block_bytes = max(block_bytes, group_spec.block_size * bytes_per_token(group, cache_format))
     layout = KVCacheConfig(best.groups, block_bytes, 0)
     if states is not None:
         blocks_per_state = max(1, -(-states.of_model // best.block_bytes))
@@ -167,7 +167,7 @@ def _has_whole_chunks(group: KVCacheSpec) -> bool:
 
 
 def plan_empty_cache(spec: ModelSpec, shard: Shard, config: Config) -> KVCacheConfig:
-    """The layout of a rank's KV cache, without blocks."""
+    """Plan a rank's KV cache, without blocks."""
     return plan_cache(
         spec.kv_groups,
         shard.kv_groups(spec),

@@ -77,8 +77,8 @@ def allocate_cache(
         layer: torch.empty((layout.num_states, count), dtype=torch.float32, device=device)
         for layer, count in states.items()
     }
-    for group, group_layout in zip(groups, layout.groups, strict=True):
-        block_size = group_layout.block_size
+    for group, group_spec in zip(groups, layout.groups, strict=True):
+        block_size = group_spec.block_size
         head_elements = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)
         parts = 1 if group.is_latent else 2
         part_elements = group.num_kv_heads * block_size * head_elements

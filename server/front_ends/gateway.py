@@ -27,7 +27,7 @@ from serve_llm.server.front_ends.host import FrontEndHost
 from serve_llm.server.front_ends.messages import FromFrontEnd, compute_protocol
 from serve_llm.server.front_ends.process import FrontEndProcess, create_channel
 from serve_llm.server.front_ends.tunnel import (
-    BEAT_SECONDS,
+    KEEPALIVE_SECONDS,
     LOST_SECONDS,
     FromHost,
     FrontEndStarted,
@@ -270,9 +270,9 @@ class FrontEndGateway:
         return Welcome(self._options.model, self._options.revision)
 
     async def _watch(self) -> None:
-        """Send heartbeats to the hosts, and detect those that send none."""
+        """Send Keepalive to the hosts, and detect those that send none."""
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(KEEPALIVE_SECONDS)
             for peer, host in list(self._hosts.items()):
                 self._send(peer, Keepalive())
                 if time.monotonic() - host.last_heard > LOST_SECONDS:

@@ -29,7 +29,7 @@ from serve_llm.common.options.schema import Options
 from serve_llm.server.daemon import StopSignals, format_listening_url, is_loopback, listen
 from serve_llm.server.front_ends.process import end_process, kill_process, start_process
 from serve_llm.server.front_ends.tunnel import (
-    BEAT_SECONDS,
+    KEEPALIVE_SECONDS,
     LOST_SECONDS,
     FromHost,
     FrontEndStarted,
@@ -172,7 +172,7 @@ class _Session:
                 options.ssl_certfile and os.path.abspath(options.ssl_certfile),
             )
         )
-        loops = [self._start(self._beat()), self._start(self._leave())]
+        loops = [self._start(self._keep_alive()), self._start(self._leave())]
         receiving = self._start(self._receive_until_end())
         try:
             ends = [receiving, self._failure, self._signals.second]
@@ -281,12 +281,12 @@ class _Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    # Heartbeats
+    # Keepalive messages
 
-    async def _beat(self) -> None:
+    async def _keep_alive(self) -> None:
         while True:
             self._send(Keepalive())
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(KEEPALIVE_SECONDS)
 
     async def _leave(self) -> None:
         await asyncio.wait([self._signals.first])  # unlike await, this leaves the future alone if it is cancelled

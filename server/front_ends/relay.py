@@ -35,9 +35,8 @@ class Relay:
         self._dispatcher = dispatcher
         self._send = send
         self._open: dict[int, tuple[AdmissionRequest, list[int]]] = {}  # generation -> its admission and request ids
-        self._pending: list[list[EngineCoreOutput]] = [
-            [] for _ in range(num_engines)
-        ]  # outputs of this step, by engine
+        # Outputs of this step, by engine
+        self._pending: list[list[EngineCoreOutput]] = [[] for _ in range(num_engines)]
         self._is_flushing = False
         self._is_closed = False
 

@@ -19,7 +19,7 @@ import msgspec
 
 from serve_llm.server.front_ends.messages import FromFrontEnd, ToFrontEnd, compute_protocol
 
-BEAT_SECONDS = 1.0  # interval between Keepalive messages, in both directions
+KEEPALIVE_SECONDS = 1.0  # interval between Keepalive messages, in both directions
 LOST_SECONDS = 8.0  # time without a message after which the other side counts as lost
 WINDOW_BYTES = 2**20  # maximum bytes of one stream in transit
 REPORT_BYTES = WINDOW_BYTES // 4  # bytes read after which the receiver reports them
@@ -96,7 +96,7 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
 
 
 class Keepalive(msgspec.Struct, tag=True, frozen=True):
-    """A heartbeat."""
+    """Shows that its sender is alive."""
 
 
 FromHost = Join | Ready | FrontEndStarted | StreamData | StreamRead | StreamEnd | Leave | Keepalive
