@@ -29,7 +29,7 @@ CALIBRATION = (  # how scales were found, and which kernels the writer used
 ).split()
 
 # AutoRound's names for layouts, with "auto_round:" before most of them. `packing_format` names the layout; versions
-# before 0.5 wrote `backend` instead, with the kernel after a second colon.
+# before 0.5 wrote `backend` instead, with the kernel after the last colon.
 AUTOROUND_LAYOUTS: dict[str, Literal["awq", "gptq", "gptq_v2"]] = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -38,12 +38,12 @@ AUTOROUND_LAYOUTS: dict[str, Literal["awq", "gptq", "gptq_v2"]] = {
     "auto_round:auto_awq": "awq",
     "auto_round:awq": "awq",
 }
+# A backend with the name of AutoRound, in each of its spellings, packed zero points as they are; AutoGPTQ's minus 1.
+KERNELS = ("cuda", "exllamav1", "exllamav2", "triton", "tritonv2")
 OLDER_BACKENDS: dict[str, Literal["awq", "gptq", "gptq_v2"]] = {
-    "auto_round:gptq:exllamav2": "gptq",
-    "auto_round:gptq:tritonv2": "gptq",
-    "auto_round:gptq:cuda": "gptq",
-    "auto_round:exllamav2": "gptq_v2",
-    "auto_round:tritonv2": "gptq_v2",
+    **{f"{name}:{kernel}": "gptq_v2" for name in ("auto_round", "autoround", "auto-round") for kernel in KERNELS[2:]},
+    **{f"{name}:{kernel}": "gptq" for name in ("gptq", "auto_gptq") for kernel in KERNELS},
+    **{f"auto_round:{name}:{kernel}": "gptq" for name in ("gptq", "auto_gptq") for kernel in KERNELS},
     "auto_round:awq:gemm": "awq",
 }
 
@@ -83,8 +83,7 @@ def read_autoround(config: ConfigReader) -> DynamicModules:
     """Read AutoRound's settings, for the layouts of GPTQ and AWQ. `extra_config` has settings for modules, by name or
     regular expression; modules with 16 bits are not quantised."""
     layout = config.choice("packing_format", AUTOROUND_LAYOUTS, "auto_round:auto_gptq")
-    backend = config.text("backend") or ""
-    if config.text("packing_format") is None and backend.startswith("auto_round"):
+    if config.text("packing_format") is None and config.text("backend") not in (None, "auto"):
         layout = config.choice("backend", AUTOROUND_LAYOUTS | OLDER_BACKENDS, "")
     bits = _read_bits(config, None)
     size = _read_group_size(config, config.integer("group_size", None, lowest=-1))
