@@ -96,7 +96,7 @@ class _TextDrafter(_Drafter):
     next_lookup: int = 0  # length of the sequence at which to look for the next draft
     excess: float = 0.0  # recent acceptance rate of its drafts, minus that in `rates`
     is_verifying: bool = False  # whether `proposed` is verified by a step
-    num_failures: int = 0  # drafts without an accepted id, minus those with one, since they were last equal
+    num_failures: int = 0  # log2 of the next wait: drafts without an accepted id, minus those with one, in limits
 
     def learn(self, place: int, came_true: bool) -> None:
         length = self.match_length + place
@@ -213,7 +213,7 @@ class TextSpeculator(Speculator):
 
     WASTE_WEIGHT = 4.0
     MOST_SKIPPED = 8  # ids without a lookup
-    LONGEST_WAIT = 64  # ids without a lookup after drafts that failed
+    MOST_FAILURES = 6  # beyond which the wait does not grow: so that each draft that comes true still halves it
     REVIEW_STEPS = 16  # steps after which the shortest useful match is determined again
 
     def __init__(
@@ -254,8 +254,8 @@ class TextSpeculator(Speculator):
         if drafter.proposed[0] == token_ids[drafter.num_ids]:
             drafter.num_failures = max(0, drafter.num_failures - 1)
             return
-        drafter.num_failures += 1
-        drafter.next_lookup = len(token_ids) + min(self.LONGEST_WAIT, 2**drafter.num_failures)
+        drafter.num_failures = min(self.MOST_FAILURES, drafter.num_failures + 1)
+        drafter.next_lookup = len(token_ids) + 2**drafter.num_failures
 
     def _look_up(self, drafter: _TextDrafter, token_ids: Items[int]) -> None:
         if drafter.proposed:

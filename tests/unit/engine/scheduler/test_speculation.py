@@ -154,6 +154,26 @@ def test_after_drafts_that_fail_a_sequence_waits_ever_longer() -> None:
     assert waits == [3, 5, 9, 17, 33, 65, 65, 65]
 
 
+def test_drafts_that_come_true_halve_the_wait_however_many_failed_before() -> None:
+    speculator = TextSpeculator(2, lambda request: Guesser(1, 16), time.monotonic)
+    scheduler = build_scheduler(speculator, num_blocks=2000, max_model_len=3000)
+    speculator.costs = FreeDrafts()
+    speculator._rates.observe = lambda length, came_true: None
+    scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2900, seed=0)), 0.0)
+    workers = FakeWorkers(FULL, long_rope_threshold=4000)
+    count_drafts(scheduler, workers, 1000)
+    (drafter,) = speculator._drafters.values()
+    drafter.proposer = Guesser(100_000, 16)
+    for _ in range(2):
+        while not run(scheduler, workers)[0]:
+            pass
+    drafter.proposer = Guesser(1, 16)
+    numbers = count_drafts(scheduler, workers, 200)
+    steps = [number for number, drafts in enumerate(numbers) if drafts]
+    waits = [after - before for before, after in pairwise(steps)]
+    assert waits[-2:] == [65, 65] and {33} < set(waits), waits
+
+
 def test_drafts_that_come_true_end_the_waiting() -> None:
     scheduler, speculator = make_scheduler(2, 1, match_length=16)
     speculator.costs = FreeDrafts()
