@@ -204,7 +204,7 @@ def resolve(
         enable_expert_parallel=options.enable_expert_parallel,
         eplb=options.eplb,
         jump_forward=options.jump_forward,
-        speculation=_speculation(options, device, generates, has_states),
+        speculation=_speculation(options, device, generates, has_states, executor_backend),
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.max_engines,
@@ -313,9 +313,11 @@ def _prefix_caching(options: EngineOptions, has_states: bool) -> bool:
     return False
 
 
-def _speculation(options: EngineOptions, device: str, generates: bool, has_states: bool) -> SpeculativeConfig | None:
+def _speculation(
+    options: EngineOptions, device: str, generates: bool, has_states: bool, executor_backend: str
+) -> SpeculativeConfig | None:
     if options.speculative_config is None:
-        is_default = generates and explain_no_default(options, device, has_states) is None
+        is_default = generates and explain_no_default(options, device, has_states, executor_backend) is None
         return DEFAULT_SPECULATION if is_default else None
     if options.speculation is not None and has_states:
         raise OptionError(

@@ -263,7 +263,7 @@ def _log_default_speculation(options: EngineOptions, config: Config, has_states:
     if config.speculation is not None:
         logger.info(IS_ON, config.speculation.disable_by_batch_size)
     else:
-        logger.info(IS_OFF, explain_no_default(options, config.device, has_states))
+        logger.info(IS_OFF, explain_no_default(options, config.device, has_states, config.executor_backend))
 
 
 def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig | None:

@@ -16,15 +16,19 @@ IS_OFF = "Prompt lookup is off, because %s"
 TURN_ON = "; --speculative-config ngram turns it on"
 
 
-def explain_no_default(options: EngineOptions, device: str, has_states: bool) -> str | None:
+def explain_no_default(
+    options: EngineOptions, device: str, has_states: bool, executor_backend: str = "inprocess"
+) -> str | None:
     """Why no drafts are verified unless an option asks for them; None if they are. has_states: the model has linear
     attention."""
+    is_placed_by_ray = executor_backend == "ray" and options.tensor_parallel_size > 1
     if has_states:
         return "the states of linear attention cannot be taken back when drafts are rejected"
     reasons = {
         "its gain on GPUs has not been measured": device != "cpu",
         "its gain over pipeline stages has not been measured": options.pipeline_parallel_size > 1,
         "its gain over several hosts has not been measured": options.nnodes > 1,
+        "its gain over ranks that Ray places, perhaps on several hosts, has not been measured": is_placed_by_ray,
         "engines that share experts would wait for each other's drafts": options.experts_span_engines,
         "its gain in transformers' own code has not been measured": options.model_impl == "transformers",
     }

@@ -91,6 +91,21 @@ def test_prompt_lookup_is_off_elsewhere(options: dict[str, Any], reason: str) ->
         assert decide(**options, speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_prompt_lookup_is_off_for_ranks_that_ray_may_place_on_several_hosts(ranks: int) -> None:
+    chosen = make_options("demo", tensor_parallel_size=ranks)
+    config = resolve(
+        chosen,
+        "/models/demo",
+        device="cpu",
+        checkpoint_dtype="bfloat16",
+        model_max_len=4096,
+        executor_backend="ray",
+    )
+    assert config.speculation == (DEFAULT_SPECULATION if ranks == 1 else None)
+    assert ("Ray" in str(explain_no_default(chosen, "cpu", False, "ray"))) == (ranks == 2)
+
+
 def test_prompt_lookup_is_off_for_linear_attention_and_vectors() -> None:
     chosen = make_options("demo")
     for given in ({"has_states": True}, {"generates": False}):
