@@ -122,6 +122,7 @@ class _BatchedExperts:
         rows = self._last(rows, local_ends)
         outputs = x.new_zeros((tokens * top_k, x.shape[1]))
         outputs[local] = rows
+        del rows  # before the sums are allocated
         return moe.weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
 
     def list_local_experts(self) -> list[moe.LocalExpert]:
