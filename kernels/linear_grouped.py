@@ -122,7 +122,7 @@ def spread_nan(weight: GroupQuantWeight) -> Tensor:
     is_nan = (weight.codes & FLOAT8_NAN) == FLOAT8_NAN
     if not is_nan.any():
         return weight.scales
-    scales = weight.scales.float()
+    scales = weight.scales.to(torch.float32, copy=True)  # those of one tensor may be one number, expanded
     rows, columns = is_nan.nonzero(as_tuple=True)
     scales[rows, (columns + weight.offset) // weight.group_size] = torch.nan
     return scales

@@ -133,7 +133,8 @@ def test_a_part_that_begins_amid_a_group(packer: GroupQuantPacker, codes: str) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_float8_number(packer: GroupQuantPacker, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(128, 2).repeat(1, 2)
-    weight = GroupQuantWeight(codes, 8, torch.ones(128, 1), 4, is_float8=True)
+    scale = torch.ones(1, 1)
+    weight = GroupQuantWeight(codes, 8, scale.expand(128, 1), 4, is_float8=True)
     expected = codes.view(torch.float8_e4m3fn).float()
     for column in range(4):
         x = torch.zeros(1, 4, dtype=dtype)
@@ -142,6 +143,7 @@ def test_every_float8_number(packer: GroupQuantPacker, dtype: torch.dtype) -> No
         has_nan = expected.isnan().any(1)  # any other weight of an output is multiplied by zero, so NaN stays NaN
         assert torch.equal(found[~has_nan], expected[~has_nan, column]) and found[has_nan].isnan().all()
         assert has_nan.sum() == 2
+    assert scale == 1.0, "NaN is not written into the scale of the tensor"
 
 
 @pytest.mark.parametrize("codes", ["4 bits", "8 bits"])
