@@ -42,9 +42,9 @@ def wait_until_ready(daemon: Daemon) -> None:
 def test_a_killed_engine_and_one_killed_while_it_starts() -> None:
     with Daemon(*SMALL) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12, longest=900)).finish()
-        streams = Streams(daemon.url, mixed(12, longest=900))
-        streams.wait_for(120)
         first = daemon.engine_pid()
+        streams = Streams(daemon.url, mixed(12, longest=900))
+        streams.wait_for(120, stopped_pid=first)
         os.kill(first, signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
         assert status(daemon, "/health") == 200 and status(daemon, "/ready") == 503

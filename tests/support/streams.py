@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import threading
 import time
 import urllib.request
@@ -116,14 +118,18 @@ class Streams:
         for thread in self._threads:
             thread.start()
 
-    def wait_for(self, num_characters: int) -> None:
+    def wait_for(self, num_characters: int, stopped_pid: int | None = None) -> None:
         """Wait until this many characters have arrived and the server has admitted every request.
+
+        stopped_pid: an engine that is stopped between these two, so that streams are still open when it is killed.
 
         A request whose body is still being parsed when an engine dies gets 503, as documented.
         """
         with self._changed:
             arrived = self._changed.wait_for(lambda: self.num_characters >= num_characters, LIMIT)
             assert arrived, f"{self.num_characters} of {num_characters} characters have arrived; {self.messages}"
+            if stopped_pid is not None:
+                os.kill(stopped_pid, signal.SIGSTOP)
             deadline = time.monotonic() + LIMIT
             while not self._are_all_admitted():
                 assert time.monotonic() < deadline, "a request is not admitted"
