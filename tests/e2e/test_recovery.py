@@ -17,6 +17,7 @@ from support.faults import FAULTS, KILLER, RAISER, SLEEPER
 from support.streams import Streams, mixed
 
 SMALL = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "100")
+LONGEST = 1200  # tokens of the longest stream, which is still open when something is killed
 
 
 def restarts(daemon: Daemon, reason: str) -> float:
@@ -41,9 +42,9 @@ def wait_until_ready(daemon: Daemon) -> None:
 
 def test_a_killed_engine_and_one_killed_while_it_starts() -> None:
     with Daemon(*SMALL) as daemon:
-        undisturbed = Streams(daemon.wait_until_serving(), mixed(12, longest=900)).finish()
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
         first = daemon.engine_pid()
-        streams = Streams(daemon.url, mixed(12, longest=900))
+        streams = Streams(daemon.url, mixed(12, LONGEST))
         streams.wait_for(120, stopped_pid=first)
         os.kill(first, signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
@@ -63,11 +64,10 @@ def test_a_killed_engine_and_one_killed_while_it_starts() -> None:
 @pytest.mark.slow
 def test_a_stopped_engine_is_found_and_replaced() -> None:
     with Daemon(*SMALL) as daemon:
-        undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
-        streams = Streams(daemon.url, mixed(12))
-        streams.wait_for(120)
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
         pid = daemon.engine_pid()
-        os.kill(pid, signal.SIGSTOP)
+        streams = Streams(daemon.url, mixed(12, LONGEST))
+        streams.wait_for(120, stopped_pid=pid)
         while status(daemon, "/ready") == 200:
             pass
         assert psutil.pid_exists(pid), "not ready before it is given up"
@@ -78,8 +78,8 @@ def test_a_stopped_engine_is_found_and_replaced() -> None:
 @pytest.mark.slow
 def test_a_drain_waits_for_the_next_engine() -> None:
     with Daemon(*SMALL, "--drain-timeout", "120") as daemon:
-        undisturbed = Streams(daemon.wait_until_serving(), mixed(6)).finish()
-        streams = Streams(daemon.url, mixed(6))
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(6, LONGEST)).finish()
+        streams = Streams(daemon.url, mixed(6, LONGEST))
         streams.wait_for(60)
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
@@ -108,8 +108,8 @@ def test_neither_a_deadline_nor_the_end_waits_for_the_next_engine() -> None:
 @pytest.mark.pairs("grammar + replay", "logprobs + DP", "logprobs + replay", "n + replay", "DP + replay")
 def test_replicas_take_over() -> None:
     with Daemon(*SMALL, "-dp", "2") as daemon:
-        undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
-        streams = Streams(daemon.url, mixed(12))
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
+        streams = Streams(daemon.url, mixed(12, LONGEST))
         streams.wait_for(120)
         os.kill(daemon.engine_pids()[1], signal.SIGKILL)
         daemon.wait_until_logged("engine 1: the engine process .* it is replaced")
@@ -124,8 +124,8 @@ def test_replicas_take_over() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
     with Daemon(*SMALL, "-tp", "2") as daemon:
-        undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
-        streams = Streams(daemon.url, mixed(12))
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
+        streams = Streams(daemon.url, mixed(12, LONGEST))
         streams.wait_for(120)
         ranks = daemon.rank_pids()
         os.kill(ranks[1], number)
@@ -140,8 +140,8 @@ def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
 @pytest.mark.parametrize(("fault", "reason"), [(KILLER, "killed"), (RAISER, "failed")])
 def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: int, reason: str, ranks: int) -> None:
     with Daemon(*SMALL, "-tp", str(ranks), environ=FAULTS) as daemon:
-        undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
-        streams = Streams(daemon.url, mixed(12))
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
+        streams = Streams(daemon.url, mixed(12, LONGEST))
         streams.wait_for(120)
         bad = Streams(daemon.url, [{"prompt": [fault], "max_tokens": 9}])
         assert bad.finish().errors == [500]
@@ -168,10 +168,10 @@ def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: 
 )
 def test_a_step_that_hangs(ranks: int, named: str) -> None:
     with Daemon(*SMALL, "--step-timeout", "2", "-tp", str(ranks), environ=FAULTS) as daemon:
-        undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
         bad = Streams(daemon.url, [{"prompt": [SLEEPER], "max_tokens": 9}])
         daemon.wait_until_logged(named)
-        streams = Streams(daemon.url, mixed(12), patiently=True)
+        streams = Streams(daemon.url, mixed(12, LONGEST), patiently=True)
         assert bad.finish().errors == [500]
         assert streams.finish() == undisturbed
 
