@@ -8,11 +8,12 @@ token's results are summed in the order of its experts, so a row's bits depend o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from serve_llm.kernels.held_tensors import describe_structures, find_tensors
 from serve_llm.kernels.linear import Linear
@@ -89,13 +90,11 @@ class _SequentialExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         tokens, top_k = experts.shape
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)  # indices into `flat`, by expert
-        ends = accumulate(torch.bincount(flat, minlength=self._local_experts.stop).tolist(), initial=0)
+        order, bounds = sort_by_expert(experts, self._local_experts)
         outputs = x.new_zeros((tokens * top_k, x.shape[1]))
         adapters = self._adapters if self._adapters is not None and self._adapters.is_used else None
-        own_rows = list(pairwise(ends))[self._local_experts.start :]
-        for index, ((first, last), (start, stop)) in enumerate(zip(self._pairs, own_rows, strict=False)):
+        spans = pairwise(bounds.tolist())
+        for index, ((first, last), (start, stop)) in enumerate(zip(self._pairs, spans, strict=True)):
             if start == stop:
                 continue
             pairs_of_expert = order[start:stop]
@@ -122,6 +121,17 @@ class _SequentialExperts:
             is_compiled = all(form or not found for form, found in zip(forms, tensors, strict=True))
             local_experts.append(LocalExpert(tensors[0] + tensors[1], str(forms), is_compiled))
         return local_experts
+
+
+def sort_by_expert(experts: Tensor, local_experts: range) -> tuple[Tensor, Tensor]:
+    """Sort the pairs of a token and one of its experts by expert.
+
+    experts: (tokens, top_k) int64. Returns indices into the flattened `experts`, and bounds, (local experts + 1,)
+    int64: those of local expert i are at bounds[i] to bounds[i + 1] - 1."""
+    flat = experts.flatten()
+    ends = torch.bincount(flat, minlength=local_experts.stop).cumsum(0)
+    bounds = functional.pad(ends, (1, 0))[local_experts.start : local_experts.stop + 1]
+    return flat.argsort(stable=True), bounds
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import ctypes
 # The parameters of glibc's mallopt.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-# bytes that a process keeps at the end of its heap: the intermediate results of a step of a small model
+# Bytes that a process keeps at the end of its heap, enough for the intermediate results of a step of a small model.
 MOST_KEPT = 128 << 20
 LARGEST_KEPT = 32 << 20  # bytes of a tensor, the most that glibc allows; larger ones always get new pages
 
@@ -31,7 +31,7 @@ def return_freed_memory() -> None:
 
 
 def _find(name: str) -> ctypes._FuncPointer | None:
-    """A function of the C library; None if it has none of this name."""
+    """Return the C library's function of this name, or None if there is none."""
     try:
         found: ctypes._FuncPointer = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):

@@ -110,16 +110,12 @@ class _BatchedExperts:
         tokens, top_k = experts.shape
         if tokens * top_k > MOST_ROWS or (self._adapters is not None and self._adapters.is_used):
             return self._one_by_one(x, weights, experts)
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)  # indices into `flat`, by expert
-        ends = torch.bincount(flat, minlength=self._local_experts.stop).cumsum(0)
-        local_ends = ends[self._local_experts.start : self._local_experts.stop]
-        start = int(ends[self._local_experts.start - 1]) if self._local_experts.start else 0
-        local = order[start : int(local_ends[-1])]
-        local_ends = local_ends - start
-        rows = self._first(x[local // top_k], local_ends)
+        order, bounds = moe.sort_by_expert(experts, self._local_experts)
+        local = order[bounds[0] : bounds[-1]]
+        ends = bounds[1:] - bounds[0]
+        rows = self._first(x[local // top_k], ends)
         rows = self._activation(rows)
-        rows = self._last(rows, local_ends)
+        rows = self._last(rows, ends)
         outputs = x.new_zeros((tokens * top_k, x.shape[1]))
         outputs[local] = rows
         del rows  # before the sums are allocated

@@ -19,6 +19,9 @@ def decide(
     model_max_len: int = 4096,
     stores_int8: bool = False,
     has_experts: bool = False,
+    has_states: bool = False,
+    generates: bool = True,
+    executor_backend: str | None = None,
     **options: object,
 ) -> Config:
     said = make_options("demo", **options)
@@ -30,7 +33,9 @@ def decide(
         checkpoint_dtype=checkpoint_dtype,
         model_max_len=model_max_len,
         stores_int8=stores_int8,
-        executor_backend="mp" if said.tensor_parallel_size > 1 else "inprocess",
+        has_states=has_states,
+        generates=generates,
+        executor_backend=executor_backend or ("mp" if said.tensor_parallel_size > 1 else "inprocess"),
     )
 
 
@@ -94,31 +99,15 @@ def test_prompt_lookup_is_off_elsewhere(options: dict[str, Any], reason: str) ->
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_prompt_lookup_is_off_for_ranks_that_ray_may_place_on_several_hosts(ranks: int) -> None:
     chosen = make_options("demo", tensor_parallel_size=ranks)
-    config = resolve(
-        chosen,
-        "/models/demo",
-        device="cpu",
-        checkpoint_dtype="bfloat16",
-        model_max_len=4096,
-        executor_backend="ray",
-    )
+    config = decide(tensor_parallel_size=ranks, executor_backend="ray")
     assert config.speculation == (DEFAULT_SPECULATION if ranks == 1 else None)
     assert ("Ray" in str(explain_no_default(chosen, "cpu", False, "ray"))) == (ranks == 2)
 
 
 def test_prompt_lookup_is_off_for_linear_attention_and_vectors() -> None:
     chosen = make_options("demo")
-    for given in ({"has_states": True}, {"generates": False}):
-        config = resolve(
-            chosen,
-            "/models/demo",
-            device="cpu",
-            checkpoint_dtype="bfloat16",
-            model_max_len=4096,
-            executor_backend="inprocess",
-            **given,
-        )
-        assert config.speculation is None
+    assert decide(has_states=True).speculation is None
+    assert decide(generates=False).speculation is None
     assert "linear attention" in str(explain_no_default(chosen, "cpu", has_states=True))
     assert decide("cuda").max_num_batched_tokens == 8192
 
