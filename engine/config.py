@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from serve_llm.common.engine_placement import EnginePlacement
 from serve_llm.common.errors import ModelError, OptionError
-from serve_llm.common.options.default_speculation import DEFAULT_SPECULATION, explain_no_default
+from serve_llm.common.options.default_speculation import DEFAULT_SPECULATION, explain_default_off
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.eplb import EPLBConfig
 from serve_llm.common.options.kv_events import KVEventsConfig
@@ -317,7 +317,7 @@ def _speculation(
     options: EngineOptions, device: str, generates: bool, has_states: bool, executor_backend: str
 ) -> SpeculativeConfig | None:
     if options.speculative_config is None:
-        is_default = generates and explain_no_default(options, device, has_states, executor_backend) is None
+        is_default = generates and explain_default_off(options, device, has_states, executor_backend) is None
         return DEFAULT_SPECULATION if is_default else None
     if options.speculation is not None and has_states:
         raise OptionError(

@@ -20,7 +20,7 @@ from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.common.hub import read_config
 from serve_llm.common.logs import configure
 from serve_llm.common.messages import Start
-from serve_llm.common.options.default_speculation import IS_OFF, IS_ON, explain_no_default
+from serve_llm.common.options.default_speculation import OFF_MESSAGE, ON_MESSAGE, explain_default_off
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.sentence_transformers import SentenceModules, read_sentence_modules
 from serve_llm.common.types import LoRATarget, ModelInfo
@@ -261,9 +261,9 @@ def _log_default_speculation(options: EngineOptions, config: Config, has_states:
     if options.speculative_config is not None or not config.generates:
         return
     if config.speculation is not None:
-        logger.info(IS_ON, config.speculation.disable_by_batch_size)
+        logger.info(ON_MESSAGE, config.speculation.disable_by_batch_size)
     else:
-        logger.info(IS_OFF, explain_no_default(options, config.device, has_states, config.executor_backend))
+        logger.info(OFF_MESSAGE, explain_default_off(options, config.device, has_states, config.executor_backend))
 
 
 def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig | None:

@@ -1,4 +1,4 @@
-"""The drafts that are verified without `--speculative-config`: prompt lookup, where it cannot make a server slower."""
+"""Drafts without `--speculative-config`: prompt lookup, where it costs ordinary text next to nothing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from serve_llm.common.options.speculative import PROMPT_LOOKUP, SpeculativeConfi
 # With more sequences, a step without drafts uses the processor well already, and a draft delays all of them.
 MOST_SEQUENCES = 2
 DEFAULT_SPECULATION = SpeculativeConfig(method=PROMPT_LOOKUP, disable_by_batch_size=MOST_SEQUENCES)
-IS_ON = (
+ON_MESSAGE = (
     "Prompt lookup is on: with at most %d requests at a time, a step also verifies tokens that followed an earlier "
     "occurrence of the latest ones; the output is the same. --speculative-config none turns it off"
 )
-IS_OFF = "Prompt lookup is off, because %s"
-TURN_ON = "; --speculative-config ngram turns it on"
+OFF_MESSAGE = "Prompt lookup is off, because %s"
+HOW_TO_TURN_ON = "; --speculative-config ngram turns it on"
 
 
-def explain_no_default(
+def explain_default_off(
     options: EngineOptions, device: str, has_states: bool, executor_backend: str = "inprocess"
 ) -> str | None:
-    """Why no drafts are verified unless an option asks for them; None if they are. has_states: the model has linear
-    attention."""
+    """Return why the default verifies no drafts, or None if it does. has_states: the model has linear attention."""
     is_placed_by_ray = executor_backend == "ray" and options.tensor_parallel_size > 1
     if has_states:
         return "the states of linear attention cannot be taken back when drafts are rejected"
@@ -33,4 +32,4 @@ def explain_no_default(
         "its gain in transformers' own code has not been measured": options.model_impl == "transformers",
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    return None if reason is None else reason + TURN_ON
+    return None if reason is None else reason + HOW_TO_TURN_ON

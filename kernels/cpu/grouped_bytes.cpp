@@ -28,7 +28,7 @@ constexpr int MOST_ROWS = MOST_SUMS / PANELS;  // of a block of many
 template <int PANELS>
 constexpr int LEAST_ROWS = MOST_ROWS<PANELS> / 2;
 constexpr int BLOCK = 128;  // steps of four inputs after which the next rows follow: with the codes they stay in the L1 cache
-constexpr int AHEAD = 64;   // units of a panel that are asked for before they are needed
+constexpr int AHEAD = 64;   // prefetch distance, in units of a panel
 constexpr float LARGEST = 127;      // number of a row in int8
 constexpr float SMALLEST = 1e-30f;  // a group whose largest magnitude is less becomes zeros; keeps its reciprocal finite
 
@@ -171,7 +171,7 @@ template <int PANELS>
 struct Panels {
   const uint32_t* from;
   int64_t size;   // from one panel to the next
-  int64_t ahead;  // to what is asked for before it is needed
+  int64_t ahead;  // from what is read to what is prefetched
   Panels(const GroupedProduct& p, int panel, int unit)
       : from(p.weight + ((int64_t)panel * p.units + unit) * COLUMNS), size((int64_t)p.units * COLUMNS) {}
   // left: units of the panels

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_llm.common.errors import ModelError, OptionError
-from serve_llm.common.options.default_speculation import DEFAULT_SPECULATION, explain_no_default
+from serve_llm.common.options.default_speculation import DEFAULT_SPECULATION, explain_default_off
 from serve_llm.common.options.parsers import parse_kv_cache_dtype
 from serve_llm.common.options.sources import make_options
 from serve_llm.common.options.speculative import SpeculativeConfig
@@ -90,7 +90,7 @@ def test_prompt_lookup_is_off_elsewhere(options: dict[str, Any], reason: str) ->
     chosen = make_options(
         "demo", **{key: value for key, value in options.items() if key not in ("device", "has_experts")}
     )
-    why = explain_no_default(chosen, options.get("device", "cpu"), has_states=False)
+    why = explain_default_off(chosen, options.get("device", "cpu"), has_states=False)
     assert why is not None and reason in why
     if "device" not in options:
         assert decide(**options, speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
@@ -101,14 +101,14 @@ def test_prompt_lookup_is_off_for_ranks_that_ray_may_place_on_several_hosts(rank
     chosen = make_options("demo", tensor_parallel_size=ranks)
     config = decide(tensor_parallel_size=ranks, executor_backend="ray")
     assert config.speculation == (DEFAULT_SPECULATION if ranks == 1 else None)
-    assert ("Ray" in str(explain_no_default(chosen, "cpu", False, "ray"))) == (ranks == 2)
+    assert ("Ray" in str(explain_default_off(chosen, "cpu", False, "ray"))) == (ranks == 2)
 
 
 def test_prompt_lookup_is_off_for_linear_attention_and_vectors() -> None:
     chosen = make_options("demo")
     assert decide(has_states=True).speculation is None
     assert decide(generates=False).speculation is None
-    assert "linear attention" in str(explain_no_default(chosen, "cpu", has_states=True))
+    assert "linear attention" in str(explain_default_off(chosen, "cpu", has_states=True))
     assert decide("cuda").max_num_batched_tokens == 8192
 
 
