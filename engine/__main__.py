@@ -27,14 +27,17 @@ from serve_llm.engine.startup import start_engine
 
 logger = logging.getLogger("serve_llm.engine.__main__")  # also when run by -m
 
+LINGER_MS = 5000  # time to deliver the last message on a busy machine; if the server ends, so does this process
+
 
 class ZmqChannel:
     """See `loop.ServerChannel`: a PAIR socket to the server."""
 
     def __init__(self, address: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        # Its own context: `close` waits for this socket alone.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # never drop messages; the server's admission control bounds the number of requests
-        self._socket.setsockopt(zmq.LINGER, 1000)  # ms, to deliver the last message
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -54,6 +57,10 @@ class ZmqChannel:
 
     def send(self, message: messages.FromEngine) -> None:
         self._socket.send(messages.encode(message))
+
+    def close(self) -> None:
+        """Wait until the server's socket has all messages, but not longer than LINGER_MS."""
+        self._context.destroy(linger=LINGER_MS)
 
 
 def _end_with_parent(directory: Path) -> None:
@@ -92,16 +99,16 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, args=(heartbeat_path(address).parent,), daemon=True).start()
     heartbeat = Heartbeat(heartbeat_path(address))
     threading.Thread(target=heartbeat.beat, daemon=True).start()
-    channel = ZmqChannel(address)
-    try:
-        serve(channel, heartbeat)
-    except ServeError as error:
-        channel.send(messages.Failed.from_exception(error))
-        return error.exit_code
-    except Exception as error:
-        logger.exception("engine failed")
-        channel.send(messages.Failed("EngineError", f"the engine failed: {type(error).__name__}: {error}"))
-        return EngineError.exit_code
+    with contextlib.closing(ZmqChannel(address)) as channel:
+        try:
+            serve(channel, heartbeat)
+        except ServeError as error:
+            channel.send(messages.Failed.from_exception(error))
+            return error.exit_code
+        except Exception as error:
+            logger.exception("engine failed")
+            channel.send(messages.Failed("EngineError", f"the engine failed: {type(error).__name__}: {error}"))
+            return EngineError.exit_code
     return 0
 
 

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve_llm.common.errors import ASK_LOG, HINTS, EngineDead, EngineError, RankFailed, ServeError
+from serve_llm.common.errors import ASK_LOG, BY_NAME, HINTS, EngineDead, EngineError, RankFailed, ServeError
 from serve_llm.common.library_variables import set_library_defaults
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.client import EngineClient
@@ -32,6 +32,9 @@ HUNG_STARTING_POLLS = 240  # loading a library from a slow disk blocks all threa
 # Default of --step-timeout: a first step may take minutes. `engine.distributed.step_channels` uses the same value.
 STEP_SECONDS = 300.0
 STEP_FACTOR = 20  # a step may take this many times the longest one so far, if that is more
+# An engine that exits with one of these codes has sent its cause.
+REPORTED_EXIT_CODES = {kind.exit_code for kind in BY_NAME.values()} - {ServeError.exit_code}
+REPORT_SECONDS = 10.0  # time for that cause to arrive
 STEP_GRACE_SECONDS = 5.0  # time for an engine with several ranks to report which rank is silent
 
 
@@ -180,8 +183,11 @@ class EngineProcess:
         return EngineDeath(self._add_index(EngineDead(text)), "step_timeout")
 
     def _last_message_seconds(self) -> float:
-        """Wait for the last message of an engine that exited. An engine killed by a signal had no time to send one."""
+        """Time to wait for the last message of an engine that exited. It is there already unless this machine is busy.
+        An engine killed by a signal had no time to send one."""
         code = self._process.returncode
+        if code in REPORTED_EXIT_CODES:
+            return REPORT_SECONDS
         return 0.5 if code is None or code >= 0 else 0.05
 
     def _find_reported_failure(self) -> EngineDeath | None:

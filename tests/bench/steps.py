@@ -198,8 +198,8 @@ class Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for socket in (self._channel._socket, self._socket):
-            socket.close()
+        self._channel.close()
+        self._socket.close()
         self._folder.cleanup()
 
     def submit(self, count: int, prompt_tokens: int, max_tokens: int) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from llguidance import LLTokenizer
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import resolve_model
-from serve_llm.common.messages import Start
+from serve_llm.common.messages import Failed, Start, decode_from_engine
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
+from serve_llm.engine.__main__ import LINGER_MS, ZmqChannel
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor
 from serve_llm.engine.structured_output import builder
@@ -86,3 +88,17 @@ def test_the_format_of_the_checkpoint_may_be_named(
             return
         startup.start_engine(Start(options, str(directory)), resources, lambda request_ids: None)
         assert "--quantization: the checkpoint is stored as compressed-tensors" in capfd.readouterr().err
+
+
+def test_an_ending_engine_waits_until_its_last_message_is_delivered(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    channel = ZmqChannel(address)
+    channel.send(Failed("RankFailed", "rank 2 died"))
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as server:
+        assert closing.is_alive()
+        server.bind(address)
+        assert server.poll(LINGER_MS)
+        assert decode_from_engine(server.recv()) == Failed("RankFailed", "rank 2 died")
+        closing.join()

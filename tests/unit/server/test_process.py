@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from serve_llm.common.errors import RankFailed
 from serve_llm.common.heartbeat import HeartbeatReading
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.engines import process as process_module
@@ -22,7 +23,9 @@ POLL_SECONDS = 0.001
 @pytest.fixture(autouse=True)
 def idle_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(address: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", "exit(int(input()))"], stdin=subprocess.PIPE, start_new_session=True
+        )
 
     monkeypatch.setattr(process_module, "launch", launch)
     monkeypatch.setattr(process_module, "POLL_SECONDS", POLL_SECONDS)
@@ -112,6 +115,24 @@ def test_a_process_that_exits_while_starting_is_reported_at_once() -> None:
         engine._process.stdin.close()
         with pytest.raises(process_module.EngineDead, match=r"died while starting by exit code 1; the server's log"):
             await engine.start()
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("code", "cause"), [(5, "rank 2 died"), (1, "died while serving by exit code 1")])
+def test_the_cause_of_an_engine_that_reported_it_is_awaited_on_a_busy_machine(code: int, cause: str) -> None:
+    async def run() -> None:
+        engine = EngineProcess(make_options("demo"), "/model", 0, Meter(Clock()))
+        loop = asyncio.get_running_loop()
+        engine._running = reported = loop.create_future()
+        assert engine._process.stdin is not None
+        engine._process.stdin.write(b"%d" % code)
+        engine._process.stdin.close()
+        await engine._ended
+        loop.call_later(0.6, lambda: reported.done() or reported.set_exception(RankFailed("rank 2 died")))
+        death = await engine.watch()
+        assert cause in str(death.error)
         await engine.stop()
 
     asyncio.run(run())
