@@ -7,6 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from serve_llm.cli import front_end, run_batch, scale, top
+from serve_llm.cli.bench import offline, serve, start
+from serve_llm.cli.chat import command as chat
+from serve_llm.cli.check import __main__ as check
+from serve_llm.cli.convert import command as convert
+from serve_llm.cli.plan import command as plan
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.sources import make_parser
 
@@ -37,104 +43,24 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _make_plan_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.plan.command import create_parser
-
-    return create_parser()
-
-
-def _make_check_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.check.__main__ import make_parser
-
-    return make_parser()
-
-
-def _make_batch_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.run_batch import create_parser
-
-    return create_parser()
-
-
-def _make_convert_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.convert.command import create_parser
-
-    return create_parser()
-
-
-def _make_chat_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.chat.command import create_parser
-
-    return create_parser()
-
-
-def _make_bench_serve_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.bench.serve import create_parser
-
-    return create_parser()
-
-
-def _make_bench_latency_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.bench.offline import create_latency_parser
-
-    return create_latency_parser()
-
-
-def _make_bench_throughput_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.bench.offline import create_throughput_parser
-
-    return create_throughput_parser()
-
-
-def _make_bench_start_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.bench.start import create_parser
-
-    return create_parser()
-
-
-def _make_top_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.top import create_parser
-
-    return create_parser()
-
-
-def _make_front_end_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.front_end import create_parser
-
-    return create_parser()
-
-
-def _make_scale_parser() -> argparse.ArgumentParser:
-    from serve_llm.cli.scale import create_parser
-
-    return create_parser()
-
-
-def _make_env_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser("serve-llm collect-env")  # the command itself imports torch
-
-
-def _make_completion_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser("serve-llm completion")
-
-
 # Command, of one word or two -> its parser; "" is the server's, whose first argument is a model.
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "": make_parser,
     "serve": make_parser,
-    "chat": _make_chat_parser,
-    "bench serve": _make_bench_serve_parser,
-    "bench latency": _make_bench_latency_parser,
-    "bench throughput": _make_bench_throughput_parser,
-    "bench start": _make_bench_start_parser,
-    "top": _make_top_parser,
-    "front-end": _make_front_end_parser,
-    "scale": _make_scale_parser,
-    "plan": _make_plan_parser,
-    "check": _make_check_parser,
-    "collect-env": _make_env_parser,
-    "run-batch": _make_batch_parser,
-    "convert": _make_convert_parser,
-    "completion": _make_completion_parser,
+    "chat": chat.create_parser,
+    "bench serve": serve.create_parser,
+    "bench latency": offline.create_latency_parser,
+    "bench throughput": offline.create_throughput_parser,
+    "bench start": start.create_parser,
+    "top": top.create_parser,
+    "front-end": front_end.create_parser,
+    "scale": scale.create_parser,
+    "plan": plan.create_parser,
+    "check": check.make_parser,
+    "collect-env": argparse.ArgumentParser,  # the command itself imports torch
+    "run-batch": run_batch.create_parser,
+    "convert": convert.create_parser,
+    "completion": argparse.ArgumentParser,
 }
 # Command -> the words that may follow it.
 SECOND_WORDS = {"bench": ("serve", "latency", "throughput", "start"), "completion": tuple(INSTALL)}

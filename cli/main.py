@@ -7,7 +7,8 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from serve_llm.common.errors import OptionError, ServeError
@@ -74,42 +75,6 @@ def check_first_word(argv: Sequence[str]) -> None:
         raise OptionError(f"unknown command {word!r}; did you mean {close[0]}?")
 
 
-def plan(argv: Sequence[str]) -> int:
-    from serve_llm.cli.plan import command
-
-    return command.main(argv, os.environ)
-
-
-def chat(argv: Sequence[str]) -> int:
-    from serve_llm.cli.chat import command
-
-    return command.main(argv, os.environ)
-
-
-def bench(argv: Sequence[str]) -> int:
-    from serve_llm.cli.bench import command
-
-    return command.main(argv, os.environ)
-
-
-def top(argv: Sequence[str]) -> int:
-    from serve_llm.cli import top as command
-
-    return command.main(argv, os.environ)
-
-
-def front_end(argv: Sequence[str]) -> int:
-    from serve_llm.cli import front_end as command
-
-    return command.main(argv, os.environ)
-
-
-def scale(argv: Sequence[str]) -> int:
-    from serve_llm.cli import scale as command
-
-    return command.main(argv, os.environ)
-
-
 def check(argv: Sequence[str]) -> int:
     replace_process("serve_llm.cli.check", argv)
 
@@ -118,22 +83,20 @@ def collect_env(argv: Sequence[str]) -> int:
     replace_process("serve_llm.cli.collect_env", argv)
 
 
-def run_batch(argv: Sequence[str]) -> int:
-    from serve_llm.cli import run_batch as command
-
-    return command.main(argv, os.environ)
-
-
-def convert(argv: Sequence[str]) -> int:
-    from serve_llm.cli.convert import command
-
-    return command.main(argv, os.environ)
-
-
 def complete(argv: Sequence[str]) -> int:
     from serve_llm.cli import completion
 
     return completion.main(argv)
+
+
+def import_command(module: str) -> Callable[[Sequence[str]], int]:
+    """Return a command that imports the module when it runs, and calls its `main`."""
+
+    def run(argv: Sequence[str]) -> int:
+        main: Callable[[Sequence[str], Mapping[str, str]], int] = import_module(module).main
+        return main(argv, os.environ)
+
+    return run
 
 
 def replace_process(module: str, argv: Sequence[str]) -> NoReturn:
@@ -143,18 +106,18 @@ def replace_process(module: str, argv: Sequence[str]) -> NoReturn:
 
 # First argument -> the command that takes the other arguments.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "bench": bench,
-    "chat": chat,
+    "bench": import_command("serve_llm.cli.bench.command"),
+    "chat": import_command("serve_llm.cli.chat.command"),
     "check": check,
     "collect-env": collect_env,
     "completion": complete,
-    "convert": convert,
-    "front-end": front_end,
-    "plan": plan,
-    "run-batch": run_batch,
-    "scale": scale,
+    "convert": import_command("serve_llm.cli.convert.command"),
+    "front-end": import_command("serve_llm.cli.front_end"),
+    "plan": import_command("serve_llm.cli.plan.command"),
+    "run-batch": import_command("serve_llm.cli.run_batch"),
+    "scale": import_command("serve_llm.cli.scale"),
     "serve": serve,  # as vLLM and Ollama spell it
-    "top": top,
+    "top": import_command("serve_llm.cli.top"),
 }
 
 
