@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.config import Config
-from serve_llm.engine.draft_model.draft_head import DraftHead
 from serve_llm.engine.draft_model.draft_model import DraftModel
 from serve_llm.engine.draft_model.draft_sequences import DraftSequence
+from serve_llm.engine.model.draft_head import DraftHead
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.worker import Worker

@@ -10,12 +10,12 @@ import torch
 
 from serve_llm.common.errors import CapacityError, ModelError
 from serve_llm.engine.config import Config
-from serve_llm.engine.draft_model.draft_head import DraftHead
 from serve_llm.engine.draft_model.draft_model import DraftModel
 from serve_llm.engine.draft_model.eagle_load import load_head
 from serve_llm.engine.draft_model.head_draft_model import HeadDraftModel
 from serve_llm.engine.draft_model.mtp_load import load_mtp_head
 from serve_llm.engine.draft_model.resolve import DraftModelConfig, count_cache_bytes
+from serve_llm.engine.model.draft_head import DraftHead
 from serve_llm.engine.model.shard import build_rank_shard
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.worker import kv_cache

@@ -1,49 +1,40 @@
 """A multi-token prediction (MTP) layer (DeepSeek-V3, arXiv:2412.19437, section 2.2) with its embedding and LM head.
 
-Row q of a sequence has the embedding of id q + 1 and the state of id q, and predicts id q + 2. A state is the served
-model's last hidden state after its final norm, or for an id that the head drafted itself, its own output there after
-the norm of its LM head.
+A state is the served model's last hidden state after its final norm, or for an id that the head drafted itself, its own
+output there after the norm of its LM head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.decoder import build_lm_head
-from serve_llm.engine.model.inputs import AttentionInputs, StepInputs
+from serve_llm.engine.model.draft_head import DraftHead
+from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.layer import DecoderLayer, build_layer
 from serve_llm.engine.model.norm import Norm
-from serve_llm.engine.model.pooler import Pooler
-from serve_llm.engine.model.rope import ComputeAngles, build_angles
+from serve_llm.engine.model.rope import build_angles
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.vocabulary import VocabularyTables
 from serve_llm.kernels.embedding_table import LookUp
 
 
-@dataclass(eq=False, repr=False)
-class MTPHead:
+@dataclass(eq=False, repr=False, kw_only=True)
+class MTPHead(DraftHead):
     """See `DraftHead`."""
 
-    spec: ModelSpec
     look_up: LookUp  # rows of the embedding
     model_norm: Norm  # the served model's final norm
     embedding_norm: Norm
     hidden_norm: Norm
     projection: Forward
     layer: DecoderLayer  # its `next_norm` is the LM head's
-    compute_angles: ComputeAngles
     lm_head: Sequence[Forward]
-    capturable: bool  # reads nothing back from the device, but `states` is a different tensor in each step
-    collected_layers: tuple[int, ...] = ()
-    collected: list[Tensor] = field(default_factory=list)
-    pooler: Pooler | None = None
-    states: Tensor | None = field(default=None, init=False)
-    outputs: Tensor | None = field(default=None, init=False)
 
     @property
     def state_size(self) -> int:
@@ -54,37 +45,19 @@ class MTPHead:
         """See `DraftHead.fuse`. states: the output of the served model's last layer."""
         return self.model_norm(states)
 
-    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
-        """See `Decoder.forward`. Returns normed hidden states."""
-        return self.run_layers(inputs, caches, rows, None)
-
-    def run_layers(
-        self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None, received: Tensor | None
-    ) -> Tensor:
-        """See `Decoder.run_layers`."""
-        embedded = self.look_up(inputs.ids)
-        states = torch.zeros_like(embedded) if self.states is None else self.states
+    def compute(self, ids: Tensor, attention_inputs: AttentionInputs, rows: Tensor | None) -> Tensor:
+        """See `DraftHead.compute`. Returns normed hidden states."""
+        embedded = self.look_up(ids)
+        states = self.read_states(embedded)
         hidden = self.projection(torch.cat((self.embedding_norm(embedded), self.hidden_norm(states)), dim=-1))
-        attention_inputs = AttentionInputs(
-            inputs, inputs.groups[0], caches[0], self.compute_angles(inputs.positions), None
-        )
-        _, self.outputs = self.layer.forward(hidden, self.layer.input_norm(hidden), attention_inputs, rows)
-        return self.outputs
+        _, outputs = self.layer.forward(hidden, self.layer.input_norm(hidden), attention_inputs, rows)
+        return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Decoder.logits`."""
         for step in self.lm_head:
             hidden = step(hidden)
         return hidden
-
-    def receive(self, num_tokens: int) -> Tensor | None:
-        """See `Decoder.receive`: there is one stage."""
-
-    def send(self, hidden: Tensor) -> None:
-        """See `Decoder.send`."""
-
-    def run_without_tokens(self, dtype: torch.dtype) -> None:
-        """See `Decoder.run_without_tokens`: the head has all its experts on this rank."""
 
 
 def build_mtp_head(model: ModelSpec, builder: ModelBuilder) -> MTPHead:
