@@ -91,23 +91,6 @@ class GemmaCodec(_Format, frozen=True, kw_only=True, tag="gemma"):
 Codec = JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec
 
 
-class ReasoningFormat(_Format, frozen=True, kw_only=True):
-    """The text that a model writes before it answers. Whitespace at both ends is not part of it."""
-
-    open: Delimiter
-    close: Delimiter
-    repeats: bool = False  # whether it can also open after content or calls, not only at the start of the turn
-    ends_at_call: bool = False  # whether a call that opens inside it closes it
-    is_open_at_start: bool = False  # whether a turn begins inside it without `open` in prompt or output
-
-    def __post_init__(self) -> None:
-        _check_delimiters(self, "open", "close")
-
-    def list_delimiters(self) -> Iterator[str]:
-        yield from get_forms(self.open)
-        yield from get_forms(self.close)
-
-
 class ContentFormat(_Format, frozen=True, kw_only=True):
     """Delimiters of content, if a model writes any."""
 
@@ -120,6 +103,14 @@ class ContentFormat(_Format, frozen=True, kw_only=True):
     def list_delimiters(self) -> Iterator[str]:
         yield from get_forms(self.open)
         yield from get_forms(self.close)
+
+
+class ReasoningFormat(ContentFormat, frozen=True, kw_only=True):
+    """The text that a model writes before it answers. Whitespace at both ends is not part of it."""
+
+    repeats: bool = False  # whether it can also open after content or calls, not only at the start of the turn
+    ends_at_call: bool = False  # whether a call that opens inside it closes it
+    is_open_at_start: bool = False  # whether a turn begins inside it without `open` in prompt or output
 
 
 class CallFormat(_Format, frozen=True, kw_only=True):

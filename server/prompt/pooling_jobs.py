@@ -112,22 +112,18 @@ def classify(content: bytes, context: JobContext) -> ValidPoolingRequest:
 
 def score(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(ScoreRequest, content, context)
-    body.check(context.limits)
-    name = context.model.check_name(body.model)
-    _check_scores(context)
-    encoded = _encode_scores(body, context)
-    return ValidPoolingRequest(
-        request=_prepare(encoded.prompts, body, context, encoded.places),
-        model=name,
-        pairs=encoded.pairs,
-        activate=body.use_activation is not False,
-        request_id=body.request_id or "",
-        ignored_fields=ignored,
-    )
+    return _compare_texts(body, context, ignored)
 
 
 def rerank(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(RerankRequest, content, context)
+    result = _compare_texts(body, context, ignored)
+    result.documents = None if body.return_documents is False else body.documents
+    result.top_n = body.top_n or 0
+    return result
+
+
+def _compare_texts(body: ScoreRequest | RerankRequest, context: JobContext, ignored: list[str]) -> ValidPoolingRequest:
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
@@ -136,8 +132,6 @@ def rerank(content: bytes, context: JobContext) -> ValidPoolingRequest:
         request=_prepare(encoded.prompts, body, context, encoded.places),
         model=name,
         pairs=encoded.pairs,
-        documents=None if body.return_documents is False else body.documents,
-        top_n=body.top_n or 0,
         activate=body.use_activation is not False,
         request_id=body.request_id or "",
         ignored_fields=ignored,

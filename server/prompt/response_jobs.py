@@ -33,17 +33,10 @@ class StoredContext(msgspec.Struct):
     items: dict[str, bytes]  # items that the body refers to, by id
 
 
-def responses(content: bytes, context: JobContext) -> ValidGenerateRequest:
-    return _prepare_response(content, context, None)
+_decode_context = msgspec.msgpack.Decoder(StoredContext).decode
 
 
-def stored_responses(content: bytes, context: JobContext) -> ValidGenerateRequest:
-    """content: a StoredContext in msgpack."""
-    stored = msgspec.msgpack.decode(content, type=StoredContext)
-    return _prepare_response(stored.body, context, stored)
-
-
-def _prepare_response(content: bytes, context: JobContext, stored: StoredContext | None) -> ValidGenerateRequest:
+def responses(content: bytes, context: JobContext, stored: StoredContext | None = None) -> ValidGenerateRequest:
     """stored: None without a store."""
     body, ignored = parse_lenient_body(ResponsesRequest, content, context.limits)
     model = context.model.check_name(body.model)
@@ -69,17 +62,7 @@ def _prepare_response(content: bytes, context: JobContext, stored: StoredContext
     )
 
 
-def input_tokens(content: bytes, context: JobContext) -> TokenCount:
-    return _count_input(content, context, None)
-
-
-def stored_input_tokens(content: bytes, context: JobContext) -> TokenCount:
-    """content: a StoredContext in msgpack."""
-    stored = msgspec.msgpack.decode(content, type=StoredContext)
-    return _count_input(stored.body, context, stored)
-
-
-def _count_input(content: bytes, context: JobContext, stored: StoredContext | None) -> TokenCount:
+def input_tokens(content: bytes, context: JobContext, stored: StoredContext | None = None) -> TokenCount:
     """stored: None without a store."""
     body, ignored = parse_lenient_body(InputTokensRequest, content, context.limits)
     context.model.check_name(body.model)
@@ -88,17 +71,7 @@ def _count_input(content: bytes, context: JobContext, stored: StoredContext | No
     return TokenCount(count_prompt_tokens(turn, context), join_ignored(ignored, skipped))
 
 
-def compact(content: bytes, context: JobContext) -> ValidGenerateRequest:
-    return _prepare_compaction(content, context, None)
-
-
-def stored_compact(content: bytes, context: JobContext) -> ValidGenerateRequest:
-    """content: a StoredContext in msgpack."""
-    stored = msgspec.msgpack.decode(content, type=StoredContext)
-    return _prepare_compaction(stored.body, context, stored)
-
-
-def _prepare_compaction(content: bytes, context: JobContext, stored: StoredContext | None) -> ValidGenerateRequest:
+def compact(content: bytes, context: JobContext, stored: StoredContext | None = None) -> ValidGenerateRequest:
     """stored: None without a store."""
     body, ignored = parse_lenient_body(CompactRequest, content, context.limits)
     model = context.model.check_name(body.model)
@@ -111,6 +84,24 @@ def _prepare_compaction(content: bytes, context: JobContext, stored: StoredConte
         ignored_fields=join_ignored(ignored, skipped),
         kept_messages=keep_messages(history or (), body.input or ()),
     )
+
+
+def stored_responses(content: bytes, context: JobContext) -> ValidGenerateRequest:
+    """content: a StoredContext in msgpack."""
+    stored = _decode_context(content)
+    return responses(stored.body, context, stored)
+
+
+def stored_input_tokens(content: bytes, context: JobContext) -> TokenCount:
+    """content: as for `stored_responses`."""
+    stored = _decode_context(content)
+    return input_tokens(stored.body, context, stored)
+
+
+def stored_compact(content: bytes, context: JobContext) -> ValidGenerateRequest:
+    """content: as for `stored_responses`."""
+    stored = _decode_context(content)
+    return compact(stored.body, context, stored)
 
 
 class _ItemHead(msgspec.Struct):
