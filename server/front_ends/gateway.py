@@ -21,57 +21,33 @@ from serve_llm.common.curve_zmq import Endpoint
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options import parsers
 from serve_llm.common.options.schema import Options
+from serve_llm.server.front_ends import tunnel
 from serve_llm.server.front_ends.background import keep_running
 from serve_llm.server.front_ends.group import FrontEndGroup
 from serve_llm.server.front_ends.host import FrontEndHost
 from serve_llm.server.front_ends.messages import FromFrontEnd, compute_protocol
 from serve_llm.server.front_ends.process import FrontEndProcess, create_channel
-from serve_llm.server.front_ends.tunnel import (
-    KEEPALIVE_SECONDS,
-    LOST_SECONDS,
-    FromHost,
-    FrontEndStarted,
-    Join,
-    Keepalive,
-    Kill,
-    Leave,
-    LocalStream,
-    ReadReport,
-    Ready,
-    Refused,
-    Serving,
-    StartFrontEnd,
-    StreamData,
-    StreamEnd,
-    StreamRead,
-    StreamTransport,
-    ToHost,
-    Welcome,
-    compute_join_protocol,
-    decode_from_host,
-    encode,
-)
 
 logger = logging.getLogger(__name__)
 
-OTHER_VERSION = Refused("it runs another version of serve-llm: install the same one on both hosts")
+OTHER_VERSION = tunnel.Refused("it runs another version of serve-llm: install the same one on both hosts")
 
 
 class RemoteFrontEnd(FrontEndProcess):
     """A front end on a host that has joined."""
 
-    def __init__(self, number: int, revision: int, send: Callable[[ToHost], None]) -> None:
+    def __init__(self, number: int, revision: int, send: Callable[[tunnel.ToHost], None]) -> None:
         super().__init__(number, revision)
         self.pid = 0
         self._send_to_host = send
-        self._transport: StreamTransport | None = None  # None until `connect`
-        self._report = ReadReport(number, send)
+        self._transport: tunnel.StreamTransport | None = None  # None until `connect`
+        self._report = tunnel.ReadReport(number, send)
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        send(StartFrontEnd(number, compute_protocol()))
+        send(tunnel.StartFrontEnd(number, compute_protocol()))
 
     async def connect(self, receive: Callable[[FromFrontEnd], None]) -> None:
         self.channel = create_channel(receive)
-        self._transport = StreamTransport(self.number, self.channel, self._send_to_host)
+        self._transport = tunnel.StreamTransport(self.number, self.channel, self._send_to_host)
         self.channel.connection_made(self._transport)
 
     async def wait(self) -> str:
@@ -82,7 +58,7 @@ class RemoteFrontEnd(FrontEndProcess):
         return self._end.result() if self._end.done() else "a kill"
 
     def kill(self) -> None:
-        self._send_to_host(Kill(self.number))
+        self._send_to_host(tunnel.Kill(self.number))
 
     def receive(self, data: bytes) -> None:
         assert self.channel is not None, "a front end sends nothing before Setup"
@@ -111,7 +87,7 @@ class JoinedHost(FrontEndHost):
 
     has_own_clock = True
 
-    def __init__(self, ready: Ready, send: Callable[[ToHost], None], server_socket: str) -> None:
+    def __init__(self, ready: tunnel.Ready, send: Callable[[tunnel.ToHost], None], server_socket: str) -> None:
         """server_socket: that of this host."""
         super().__init__(ready.num_front_ends, ready.server_socket)
         self.name = ready.hostname
@@ -121,7 +97,7 @@ class JoinedHost(FrontEndHost):
         self._server_socket = server_socket
         self._has_served = False
         self._front_ends: dict[int, RemoteFrontEnd] = {}  # by stream
-        self._requests: dict[int, LocalStream] = {}  # forwarded requests, by stream
+        self._requests: dict[int, tunnel.LocalStream] = {}  # forwarded requests, by stream
         self._newest_request = 0  # the newest stream of a request
         self._carrying: set[asyncio.Task[None]] = set()
 
@@ -129,7 +105,7 @@ class JoinedHost(FrontEndHost):
         num_missing = super().advance(revision, drain_seconds)
         if self.num_serving and not self._has_served:
             self._has_served = True
-            self._send(Serving())
+            self._send(tunnel.Serving())
         return num_missing
 
     def launch(self, number: int, revision: int) -> FrontEndProcess:
@@ -148,25 +124,25 @@ class JoinedHost(FrontEndHost):
     def find_directory(self, directory: str) -> str:
         return self._ready.directory
 
-    def receive(self, message: FromHost) -> None:
+    def receive(self, message: tunnel.FromHost) -> None:
         self.last_heard = time.monotonic()
-        if isinstance(message, StreamData):
+        if isinstance(message, tunnel.StreamData):
             process = self._front_ends.get(message.stream)
             request = self._find_request(message.stream)
             if process is not None:
                 process.receive(message.content)
             elif request is not None:
                 request.write(message.content)
-        elif isinstance(message, StreamRead):
+        elif isinstance(message, tunnel.StreamRead):
             reader = self._front_ends.get(message.stream) or self._requests.get(message.stream)
             if reader is not None:
                 reader.note_read(message.num_bytes)
-        elif isinstance(message, StreamEnd):
+        elif isinstance(message, tunnel.StreamEnd):
             if message.stream in self._front_ends:
                 self._front_ends.pop(message.stream).end(message.reason)
             elif message.stream in self._requests:
                 self._requests.pop(message.stream).close()
-        elif isinstance(message, FrontEndStarted) and message.stream in self._front_ends:
+        elif isinstance(message, tunnel.FrontEndStarted) and message.stream in self._front_ends:
             self._front_ends[message.stream].pid = message.pid
 
     def close(self, reason: str) -> None:
@@ -178,17 +154,17 @@ class JoinedHost(FrontEndHost):
         self._front_ends = {}
         self._requests = {}
 
-    def _find_request(self, number: int) -> LocalStream | None:
+    def _find_request(self, number: int) -> tunnel.LocalStream | None:
         """Return the connection of a forwarded request, opened if it is new; None if it has ended."""
         if number < self._newest_request:
             self._newest_request = number
-            stream = self._requests[number] = LocalStream(number, self._send)
+            stream = self._requests[number] = tunnel.LocalStream(number, self._send)
             task = asyncio.ensure_future(self._carry(stream))
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
         return self._requests.get(number)
 
-    async def _carry(self, stream: LocalStream) -> None:
+    async def _carry(self, stream: tunnel.LocalStream) -> None:
         """Carry a forwarded request to the server until one side closes."""
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: stream, self._server_socket)
@@ -196,7 +172,7 @@ class JoinedHost(FrontEndHost):
         except OSError:
             logger.debug("A forwarded request came while the server was shutting down")
         if self._requests.pop(stream.number, None) is not None:
-            self._send(StreamEnd(stream.number))
+            self._send(tunnel.StreamEnd(stream.number))
 
 
 class FrontEndGateway:
@@ -235,7 +211,7 @@ class FrontEndGateway:
             if not content:  # see `curve_zmq.PING`
                 continue
             try:
-                message = decode_from_host(content)
+                message = tunnel.decode_from_host(content)
             except msgspec.MsgspecError:
                 self._send(peer, OTHER_VERSION)
                 continue
@@ -246,55 +222,56 @@ class FrontEndGateway:
                 if peer in self._hosts:
                     self._end(peer, "an error in the server")
 
-    def _receive(self, peer: bytes, message: FromHost) -> None:
+    def _receive(self, peer: bytes, message: tunnel.FromHost) -> None:
         host = self._hosts.get(peer)
-        if isinstance(message, Join):
+        if isinstance(message, tunnel.Join):
             self._send(peer, self._answer(message))
-        elif isinstance(message, Ready):
+        elif isinstance(message, tunnel.Ready):
             host = JoinedHost(message, lambda answer: self._send(peer, answer), self._group.server_socket)
             self._hosts[peer] = host
             logger.info("%s joined with %d front ends", message.hostname, message.num_front_ends)
             self._group.add_host(host)
         elif host is None:
-            self._send(peer, Refused("the server does not know this host"))  # it was considered lost, or has restarted
-        elif isinstance(message, Leave):
+            # It was considered lost, or has restarted.
+            self._send(peer, tunnel.Refused("the server does not know this host"))
+        elif isinstance(message, tunnel.Leave):
             logger.info("%s leaves when its front ends have drained", host.name)
             host.num_wanted = 0
             self._group.advance()
         else:
             host.receive(message)
 
-    def _answer(self, message: Join) -> Welcome | Refused:
-        if message.protocol != compute_join_protocol():
+    def _answer(self, message: tunnel.Join) -> tunnel.Welcome | tunnel.Refused:
+        if message.protocol != tunnel.compute_join_protocol():
             return OTHER_VERSION
-        return Welcome(self._options.model, self._options.revision)
+        return tunnel.Welcome(self._options.model, self._options.revision)
 
     async def _watch(self) -> None:
         """Send Keepalive to the hosts, and detect those that send none."""
         while True:
-            await asyncio.sleep(KEEPALIVE_SECONDS)
+            await asyncio.sleep(tunnel.KEEPALIVE_SECONDS)
             for peer, host in list(self._hosts.items()):
-                self._send(peer, Keepalive())
-                if time.monotonic() - host.last_heard > LOST_SECONDS:
-                    self._end(peer, f"no message for {LOST_SECONDS:.0f} s")
+                self._send(peer, tunnel.Keepalive())
+                if time.monotonic() - host.last_heard > tunnel.LOST_SECONDS:
+                    self._end(peer, f"no message for {tunnel.LOST_SECONDS:.0f} s")
                 elif not host.num_wanted and not host.processes:
                     logger.info("%s has left", host.name)
                     self._remove(peer)
-                    self._send(peer, Refused("it has left"))
+                    self._send(peer, tunnel.Refused("it has left"))
 
     def _end(self, peer: bytes, cause: str) -> None:
         """Give up a host. If it is still there, it joins again."""
         logger.error("%s is lost, with its front ends' requests: %s", self._hosts[peer].name, cause)
         self._remove(peer)
-        self._send(peer, Refused(cause))
+        self._send(peer, tunnel.Refused(cause))
 
     def _remove(self, peer: bytes) -> None:
         host = self._hosts.pop(peer)
         self._group.remove_host(host)
         host.close("the loss of its host")
 
-    def _send(self, peer: bytes, message: ToHost) -> None:
-        sending = asyncio.ensure_future(self._socket.send_multipart([peer, encode(message)]))
+    def _send(self, peer: bytes, message: tunnel.ToHost) -> None:
+        sending = asyncio.ensure_future(self._socket.send_multipart([peer, tunnel.encode(message)]))
         sending.add_done_callback(_ignore_lost_peer)
 
 

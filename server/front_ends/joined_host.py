@@ -27,30 +27,8 @@ from serve_llm.common.hub import resolve_model
 from serve_llm.common.options import parsers
 from serve_llm.common.options.schema import Options
 from serve_llm.server.daemon import StopSignals, format_listening_url, is_loopback, listen
+from serve_llm.server.front_ends import tunnel
 from serve_llm.server.front_ends.process import end_process, kill_process, start_process
-from serve_llm.server.front_ends.tunnel import (
-    KEEPALIVE_SECONDS,
-    LOST_SECONDS,
-    FromHost,
-    FrontEndStarted,
-    Join,
-    Keepalive,
-    Kill,
-    Leave,
-    LocalStream,
-    Ready,
-    Refused,
-    Serving,
-    StartFrontEnd,
-    StreamData,
-    StreamEnd,
-    StreamRead,
-    ToHost,
-    Welcome,
-    compute_join_protocol,
-    decode_to_host,
-    encode,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +39,7 @@ class _HostedProcess(NamedTuple):
     """A front end process of this host, whose channel is a stream."""
 
     process: subprocess.Popen[bytes]
-    channel: LocalStream
+    channel: tunnel.LocalStream
 
 
 class FrontEndHostProgram:
@@ -99,7 +77,7 @@ class FrontEndHostProgram:
         logger.info("Stopped")
         return 0
 
-    async def _join(self) -> Welcome | None:
+    async def _join(self) -> tunnel.Welcome | None:
         """Ask until the server answers; None if a signal comes first. Raises OptionError if it refuses this host."""
         client = self._ask()
         has_logged = False
@@ -111,10 +89,10 @@ class FrontEndHostProgram:
                     client.close()
                     client = self._ask()
                     continue
-                answer = None if content is None else decode_to_host(content)
-                if isinstance(answer, Welcome):
+                answer = None if content is None else tunnel.decode_to_host(content)
+                if isinstance(answer, tunnel.Welcome):
                     return answer
-                if isinstance(answer, Refused):
+                if isinstance(answer, tunnel.Refused):
                     raise OptionError(f"the server at {self.server} refuses this host: {answer.message}")
                 if not has_logged:
                     logger.info("Waiting for the server at %s", self.server)
@@ -126,10 +104,10 @@ class FrontEndHostProgram:
     def _ask(self) -> CurveClient:
         """Return a connection with the server's answer, as soon as there is a server."""
         client = CurveClient(self.server_url, self.secret)
-        client.send(encode(Join(compute_join_protocol())))
+        client.send(tunnel.encode(tunnel.Join(tunnel.compute_join_protocol())))
         return client
 
-    def _find_checkpoint(self, welcome: Welcome) -> Path:
+    def _find_checkpoint(self, welcome: tunnel.Welcome) -> Path:
         model = self.options.model or welcome.model
         revision = None if self.options.model else welcome.revision
         return resolve_model(model, revision, self.options.download_dir, weights=False)
@@ -152,7 +130,7 @@ class _Session:
         self._socket = zmq.asyncio.Socket.from_socket(dealer)
         self._numbers = count(1)
         self._front_ends: dict[int, _HostedProcess] = {}  # by stream
-        self._requests: dict[int, LocalStream] = {}  # by stream
+        self._requests: dict[int, tunnel.LocalStream] = {}  # by stream
         self._running: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -163,7 +141,7 @@ class _Session:
         loop = asyncio.get_running_loop()
         requests = await loop.create_unix_server(self._open_request, self._server_socket)
         self._send(
-            Ready(
+            tunnel.Ready(
                 socket.gethostname(),
                 options.front_ends,
                 str(directory),
@@ -191,42 +169,42 @@ class _Session:
     async def _receive_until_end(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(LOST_SECONDS):
+                async with asyncio.timeout(tunnel.LOST_SECONDS):
                     content = await self._socket.recv()
             except TimeoutError:
-                logger.error("The server is lost: no message for %.0f s", LOST_SECONDS)
+                logger.error("The server is lost: no message for %.0f s", tunnel.LOST_SECONDS)
                 return
-            if content and not self._receive(decode_to_host(content)):
+            if content and not self._receive(tunnel.decode_to_host(content)):
                 return
 
-    def _receive(self, message: ToHost) -> bool:
+    def _receive(self, message: tunnel.ToHost) -> bool:
         """Return False if the session is over."""
-        if isinstance(message, StreamData):
+        if isinstance(message, tunnel.StreamData):
             stream = self._find_stream(message.stream)
             if stream is not None:
                 stream.write(message.content)
-        elif isinstance(message, StreamRead):
+        elif isinstance(message, tunnel.StreamRead):
             stream = self._find_stream(message.stream)
             if stream is not None:
                 stream.note_read(message.num_bytes)
-        elif isinstance(message, StreamEnd):
+        elif isinstance(message, tunnel.StreamEnd):
             stream = self._find_stream(message.stream)
             if stream is not None:
                 stream.close()
-        elif isinstance(message, StartFrontEnd):
+        elif isinstance(message, tunnel.StartFrontEnd):
             self._launch(message)
-        elif isinstance(message, Kill):
+        elif isinstance(message, tunnel.Kill):
             if message.stream in self._front_ends:
                 kill_process(self._front_ends[message.stream].process)
-        elif isinstance(message, Serving):
+        elif isinstance(message, tunnel.Serving):
             logger.info("Serving %s on %s", self._model, self._url)
-        elif isinstance(message, Refused):
+        elif isinstance(message, tunnel.Refused):
             if not self._signals.first.done():
                 logger.warning("The server ends the connection: %s; joining again", message.message)
             return False
         return True
 
-    def _find_stream(self, number: int) -> LocalStream | None:
+    def _find_stream(self, number: int) -> tunnel.LocalStream | None:
         if number in self._front_ends:
             return self._front_ends[number].channel
         return self._requests.get(number)
@@ -245,11 +223,11 @@ class _Session:
         if error is not None and not self._failure.done():
             self._failure.set_exception(error)
 
-    def _launch(self, message: StartFrontEnd) -> None:
+    def _launch(self, message: tunnel.StartFrontEnd) -> None:
         process, channel_socket = start_process(self._listener, message.protocol)
-        channel = LocalStream(message.stream, self._send)
+        channel = tunnel.LocalStream(message.stream, self._send)
         self._front_ends[message.stream] = _HostedProcess(process, channel)  # now: data may already be here
-        self._send(FrontEndStarted(message.stream, process.pid))
+        self._send(tunnel.FrontEndStarted(message.stream, process.pid))
         self._start(self._keep(message.stream, channel_socket))
 
     async def _keep(self, number: int, channel_socket: socket.socket) -> None:
@@ -259,19 +237,19 @@ class _Session:
         await channel.closed.wait()
         how = await end_process(process)
         del self._front_ends[number]
-        self._send(StreamEnd(number, how))
+        self._send(tunnel.StreamEnd(number, how))
 
-    def _open_request(self) -> LocalStream:
+    def _open_request(self) -> tunnel.LocalStream:
         """A front end has connected to forward a request."""
-        stream = LocalStream(-next(self._numbers), self._send)
+        stream = tunnel.LocalStream(-next(self._numbers), self._send)
         self._requests[stream.number] = stream
         self._start(self._end_request(stream))
         return stream
 
-    async def _end_request(self, stream: LocalStream) -> None:
+    async def _end_request(self, stream: tunnel.LocalStream) -> None:
         await stream.closed.wait()
         del self._requests[stream.number]
-        self._send(StreamEnd(stream.number))
+        self._send(tunnel.StreamEnd(stream.number))
 
     async def _end_all(self) -> None:
         for front_end in self._front_ends.values():
@@ -285,14 +263,14 @@ class _Session:
 
     async def _keep_alive(self) -> None:
         while True:
-            self._send(Keepalive())
-            await asyncio.sleep(KEEPALIVE_SECONDS)
+            self._send(tunnel.Keepalive())
+            await asyncio.sleep(tunnel.KEEPALIVE_SECONDS)
 
     async def _leave(self) -> None:
         await asyncio.wait([self._signals.first])  # unlike await, this leaves the future alone if it is cancelled
         logger.info("Stopping: open requests may finish; a second signal ends them")
-        self._send(Leave())
+        self._send(tunnel.Leave())
 
-    def _send(self, message: FromHost) -> None:
+    def _send(self, message: tunnel.FromHost) -> None:
         if not self._socket.closed:
-            self._socket.send(encode(message))
+            self._socket.send(tunnel.encode(message))
