@@ -82,38 +82,31 @@ class TurnDelimiters:
     def __init__(self, dialect: Dialect, calls: CallFormat | None, spelled_ends: Sequence[str] | None) -> None:
         """calls: None if calls are not parsed. spelled_ends: see `DialectParser`."""
         pure_ends = dialect.list_pure_ends()
-        ends: list[tuple[str, Delimiter]] = []
-        for end in pure_ends:
-            if spelled_ends is None or end in spelled_ends:
-                ends.append(("end", end))
+        ends = [("end", end) for end in pure_ends if spelled_ends is None or end in spelled_ends]
         closing_ends = [("skip", end) for end in dialect.ends if end not in pure_ends]
+        content = dialect.content
+        content_open = [] if content is None else [("content", content.open)]
         reasoning = dialect.reasoning
+        reasoning_open = [] if reasoning is None else [("reasoning", reasoning.open)]
+        reasoning_close = [] if reasoning is None else [("close", reasoning.close)]
         first: list[tuple[str, Delimiter]] = []
         if calls is not None and not calls.is_bare:
             has_section = any(form.strip() for form in get_forms(calls.section_open))
             first = [("call", calls.section_open if has_section else calls.open)]
-        outside = [("skip", dialect.start), *closing_ends, *first]
-        if dialect.content is not None:
-            outside.append(("content", dialect.content.open))
-        reasoning_open = [("reasoning", reasoning.open)] if reasoning is not None else []
+        call_close = [] if calls is None else [("close", calls.close)]
+        section_close = [] if calls is None else [("close", calls.section_close)]
+        outside = [("skip", dialect.start), *closing_ends, *first, *content_open]
+        repeats = reasoning is not None and reasoning.repeats
+        ends_at_call = reasoning is not None and reasoning.ends_at_call
         self._start = DelimiterSet(outside)
         self._start_with_reasoning = DelimiterSet([*outside, *reasoning_open])
-        repeats = reasoning is not None and reasoning.repeats
-        repeated_open = reasoning_open if repeats else []
-        self.outside = DelimiterSet([*outside, *repeated_open, *ends])
-        self.message_close = DelimiterSet([("close", dialect.content.close)] if dialect.content is not None else [])
-        reasoning_end: list[tuple[str, Delimiter]] = []
-        if reasoning is not None:
-            reasoning_end = [("close", reasoning.close)]
-            if reasoning.ends_at_call:
-                reasoning_end += first
-        self.reasoning_end = DelimiterSet(reasoning_end)
-        self.call_close = DelimiterSet([("close", calls.close)] if calls is not None else [])
-        self.section_close = DelimiterSet([("close", calls.section_close)] if calls is not None else [])
-        self.separator = DelimiterSet([("separator", calls.separator)] if calls is not None else [])
-        self.call_end = DelimiterSet([])
-        if calls is not None:
-            self.call_end = DelimiterSet([("close", calls.close), ("close", calls.section_close), *first])
+        self.outside = DelimiterSet([*outside, *(reasoning_open if repeats else []), *ends])
+        self.message_close = DelimiterSet([] if content is None else [("close", content.close)])
+        self.reasoning_end = DelimiterSet([*reasoning_close, *(first if ends_at_call else [])])
+        self.call_close = DelimiterSet(call_close)
+        self.section_close = DelimiterSet(section_close)
+        self.separator = DelimiterSet([] if calls is None else [("separator", calls.separator)])
+        self.call_end = DelimiterSet([*call_close, *section_close, *first])
 
     def get_start(self, can_reason: bool) -> DelimiterSet:
         return self._start_with_reasoning if can_reason else self._start

@@ -103,15 +103,7 @@ def prepare(
             "thinking_token_budget works in chat only, with a model whose reasoning format is known",
             "thinking_token_budget",
         )
-    for name, ids in (
-        ("stop_token_ids", params.stop_token_ids),
-        ("allowed_token_ids", params.allowed_token_ids),
-        ("logprob_token_ids", params.logprob_token_ids),
-        ("logit_bias", params.logit_bias),
-    ):
-        if ids and len(ids) > facts.vocab_size:
-            raise InvalidRequest(f"{name} has more entries than the vocabulary", name)
-        _check_ids(ids or (), facts.vocab_size, name)
+    _check_named_ids(params, facts.vocab_size)
     bad_words_ids = _bad_words_ids(params.bad_words or [], model)
     end_ids = tuple(end_id for end_id in end_ids or model.eos_ids if end_id < facts.vocab_size)
     truncated = []
@@ -128,15 +120,10 @@ def prepare(
             sampling = msgspec.structs.replace(sampling, grammar=grammar, thinking=thinking)
         samplings.append(sampling)
     echoes = None
-    if echo is not None and params.logprob_token_ids:
-        raise InvalidRequest("logprob_token_ids and echo exclude each other", "logprob_token_ids")
     if echo is not None:
-        echoes = [
-            Echo(model.tokenizer.decode(ids, skip_special_tokens=False))
-            if one is None or len(ids) < len(prompt)
-            else one
-            for one, ids, prompt in zip(echo, truncated, prompts, strict=True)
-        ]
+        if params.logprob_token_ids:
+            raise InvalidRequest("logprob_token_ids and echo exclude each other", "logprob_token_ids")
+        echoes = _complete_echoes(echo, prompts, truncated, model)
         if params.logprobs is not None:
             num_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
             samplings = [msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs) for sampling in samplings]
@@ -152,6 +139,18 @@ def prepare(
         priority=priority,
         cache_salt=cache_salt,
     )
+
+
+def _complete_echoes(
+    echo: Sequence[Echo | None], prompts: list[list[int]], truncated: list[list[int]], model: ServedModel
+) -> list[Echo]:
+    """Return the texts of the prompts. truncated: the ids of each that are computed. See `prepare`."""
+    return [
+        one
+        if one is not None and len(ids) == len(prompt)
+        else Echo(model.tokenizer.decode(ids, skip_special_tokens=False))
+        for one, ids, prompt in zip(echo, truncated, prompts, strict=True)
+    ]
 
 
 def prepare_pooling(
@@ -218,6 +217,19 @@ def check_volume(request: TextRequest, limits: Limits, param: str) -> None:
             "tokens, choices or logprobs",
             "logprobs",
         )
+
+
+def _check_named_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Check the ids in the parameters."""
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        if ids and len(ids) > vocab_size:
+            raise InvalidRequest(f"{name} has more entries than the vocabulary", name)
+        _check_ids(ids or (), vocab_size, name)
 
 
 def _check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:

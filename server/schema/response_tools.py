@@ -144,23 +144,29 @@ def read_tool_choice(
     if choice.type in ("function", "custom"):
         return ToolChoice("required", (_find_tool(choice, tools, "tool_choice"),), is_named=True)
     if choice.type == "allowed_tools":
-        items = describe_tools(definitions)
-        names: dict[str, None] = {}
-        for index, allowed in enumerate(choice.tools or []):
-            param = f"tool_choice.tools[{index}]"
-            if allowed.type == "namespace":
-                if allowed.name is None:
-                    raise InvalidRequest(f"{param}.name is required", f"{param}.name")
-                names |= {tool.name: None for tool in tools if items[tool.name].namespace == allowed.name}
-            elif allowed.type not in _HOSTED_TOOLS:
-                names[_find_tool(allowed, tools, param)] = None
-        if not names and choice.tools and has_hosted:
+        names = _list_allowed(choice, tools, definitions)
+        if names:
+            return ToolChoice(choice.mode or "auto", names)
+        if choice.tools and has_hosted:
             skipped.append("tool_choice")
             return ToolChoice("none")
-        if not names:
-            raise InvalidRequest("tool_choice.tools must name a function", "tool_choice.tools")
-        return ToolChoice(choice.mode or "auto", tuple(names))
+        raise InvalidRequest("tool_choice.tools must name a function", "tool_choice.tools")
     raise Unsupported(f"tool_choice of type {choice.type[:200]!r} is not supported", "tool_choice.type")
+
+
+def _list_allowed(choice: FlatToolChoice, tools: list[Tool], definitions: Sequence[FlatTool]) -> tuple[str, ...]:
+    """Return the names that the model calls of the tools in a choice of type allowed_tools. Raises InvalidRequest."""
+    items = describe_tools(definitions)
+    names: dict[str, None] = {}
+    for index, allowed in enumerate(choice.tools or []):
+        param = f"tool_choice.tools[{index}]"
+        if allowed.type == "namespace":
+            if allowed.name is None:
+                raise InvalidRequest(f"{param}.name is required", f"{param}.name")
+            names |= {tool.name: None for tool in tools if items[tool.name].namespace == allowed.name}
+        elif allowed.type not in _HOSTED_TOOLS:
+            names[_find_tool(allowed, tools, param)] = None
+    return tuple(names)
 
 
 def _list_entries(definitions: Sequence[FlatTool]) -> Iterator[_Entry]:
