@@ -13,7 +13,6 @@ from typing import NamedTuple
 from llguidance import LLTokenizer
 
 from serve_llm.server.dialects.dialect import Delimiter, get_forms
-from serve_llm.server.structured_output.lark_text import quote_lark
 from serve_llm.server.structured_output.special_tokens import split_special_tokens
 
 ANY_TEXT = "/(?s:.*)/"
@@ -158,7 +157,7 @@ def write_special_token(token_id: int) -> Symbol:
 
 
 def write_literal(text: str) -> Symbol:
-    return Symbol(quote_lark(text), is_terminal=True)
+    return Symbol(_quote(text), is_terminal=True)
 
 
 def write_regex(pattern: str) -> Symbol:
@@ -175,8 +174,13 @@ def write_free_text(excluded: Sequence[str]) -> Symbol:
 def write_patterns(*delimiters: Delimiter) -> list[str]:
     """Write expressions that match what the parser accepts as one of the delimiters."""
     forms = [form for delimiter in delimiters for form in get_forms(delimiter) if form.strip()]
-    return list(dict.fromkeys(r" /\s*/ ".join(map(quote_lark, form.split())) for form in forms))
+    return list(dict.fromkeys(r" /\s*/ ".join(map(_quote, form.split())) for form in forms))
 
 
 def has_text(delimiter: Delimiter) -> bool:
     return any(form.strip() for form in get_forms(delimiter))
+
+
+def _quote(text: str) -> str:
+    """Return a text as a literal of llguidance's Lark, which allows no control characters in it, including U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

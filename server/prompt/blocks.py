@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
-from serve_llm.server.prompt.documents import DOCUMENT_KINDS, asks_for_citations, read_document
 from serve_llm.server.prompt.items import decrypt_text, encrypt_text
 from serve_llm.server.prompt.messages import read_string
 from serve_llm.server.prompt.template import Message
@@ -17,6 +16,8 @@ Block = dict[str, object]
 _BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a block of Claude Code that Anthropic's servers take out of `system`. It differs between sessions, and in some
 versions between requests, so that no prefix would be found in the cache."""
+
+_DOCUMENT_KINDS = frozenset({"document", "search_result"})
 
 _SERVER_BLOCKS = frozenset(
     {
@@ -167,7 +168,7 @@ class _BlockTranslator:
                         texts = []
                     has_results = True
                     self.messages.append(self._translate_result(block, place))
-                case str(kind) if kind in DOCUMENT_KINDS:
+                case str(kind) if kind in _DOCUMENT_KINDS:
                     texts.append(_read_document(block, place, self.skipped))
                 case str(kind) if kind in _SERVER_BLOCKS:
                     self.skipped.append(place)
@@ -212,7 +213,7 @@ def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) ->
         if skipped is not None and isinstance(kind, str) and kind in _SERVER_BLOCKS | {"tool_reference"}:
             skipped.append(place)
             continue
-        if isinstance(kind, str) and kind in DOCUMENT_KINDS and skipped is not None:
+        if isinstance(kind, str) and kind in _DOCUMENT_KINDS and skipped is not None:
             texts.append(_read_document(block, place, skipped))
             continue
         if kind != "text":
@@ -222,10 +223,30 @@ def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) ->
 
 
 def _read_document(block: Block, param: str, skipped: list[str]) -> str:
-    """skipped: receives the place of citations, which the model does not produce."""
-    if asks_for_citations(block):
+    """Return what precedes the text, such as the title, and the text, as lines. skipped: receives the place of
+    citations, which the model does not produce."""
+    citations = block.get("citations")
+    if isinstance(citations, dict) and citations.get("enabled"):
         skipped.append(f"{param}.citations")
-    return read_document(block, param, _join_text)
+    is_document = block["type"] == "document"
+    names = ("title", "context" if is_document else "source")
+    heads = ["" if block.get(name) is None else read_string(block, name, param) for name in names]
+    text = _read_source(block, param) if is_document else _join_text(block.get("content"), f"{param}.content")
+    return "\n".join([*filter(None, heads), text])
+
+
+def _read_source(block: Block, param: str) -> str:
+    place = f"{param}.source"
+    source = block.get("source")
+    if not isinstance(source, dict):
+        raise InvalidRequest(f"{place} must be an object", place)
+    match source.get("type"):
+        case "text":
+            return read_string(source, "data", place)
+        case "content":
+            return _join_text(source.get("content"), f"{place}.content")
+        case kind:
+            raise Unsupported(f"{place}: sources of type {kind!r} are not supported, only text and content", place)
 
 
 def _unsupported(kind: object, param: str, supported: str) -> Unsupported:

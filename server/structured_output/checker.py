@@ -13,7 +13,6 @@ from serve_llm.common.grammar import build_matcher, matcher_error
 from serve_llm.server.structured_output import json_schema
 from serve_llm.server.structured_output.errors import GrammarError, WhitespaceError
 from serve_llm.server.structured_output.gbnf import is_lark, write_as_lark
-from serve_llm.server.structured_output.lark_parts import prepare_lark
 from serve_llm.server.structured_output.params import StructuredOutputs
 from serve_llm.server.structured_output.pattern import narrow_whitespace, quote_pattern
 from serve_llm.server.structured_output.size_errors import blame_largest
@@ -32,6 +31,16 @@ _SEPARATORS = {
     "item_separator": (f"{_SPACE},{_SPACE}", "a comma and whitespace"),
     "key_separator": (f"{_SPACE}:{_SPACE}", "a colon and whitespace"),
 }
+
+# Texts, comments, regular expressions and special tokens are skipped. A limit on tokens cannot be enforced when tokens
+# are rolled back, and the sampler sets temperatures.
+_LARK_PART = re.compile(
+    r"""(?P<other>"(?:\\.|[^"\\])*"|(?://|\#)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>)
+    |%json\b\s*(?P<schema>)
+    |\b(?P<attribute>max_tokens|temperature)\s*=""",
+    re.VERBOSE,
+)
+_DECODER = json.JSONDecoder(parse_constant=json_schema.refuse_constant)
 
 
 class GrammarChecker:
@@ -119,7 +128,7 @@ class GrammarChecker:
     def _build_lark(self, lark: str) -> str:
         if re.search(r'"lenient"', lark):
             raise GrammarError("the option lenient is not supported")
-        return self.check(LLMatcher.grammar_from_lark(prepare_lark(lark)))
+        return self.check(LLMatcher.grammar_from_lark(_prepare_lark(lark)))
 
     # Parts of structural tags.
 
@@ -190,3 +199,23 @@ def _first_lines(message: str) -> str:
     """Join the lines of an error, without the compiler's excerpt of the grammar."""
     lines = [line.strip() for line in message.splitlines() if not re.match(r"\s*\d* \|", line)]
     return "; ".join(line for line in lines if line.strip("^ "))
+
+
+def _prepare_lark(lark: str) -> str:
+    """Return a Lark grammar with JSON schemas that llguidance enforces exactly. Raises GrammarError."""
+    pieces = []
+    position = 0
+    while found := _LARK_PART.search(lark, position):
+        pieces.append(lark[position : found.end()])
+        position = found.end()
+        if found["attribute"]:
+            raise GrammarError(f"the attribute {found['attribute']} is not supported")
+        if found["schema"] is None:
+            continue
+        try:
+            schema, position = _DECODER.raw_decode(lark, position)
+            prepared = json_schema.prepare_schema(schema, closed=False)
+            pieces.append(json.dumps(prepared, ensure_ascii=False, allow_nan=False))
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"%json is followed by malformed JSON: {error}") from None
+    return "".join(pieces) + lark[position:]

@@ -15,8 +15,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from serve_llm.server.structured_output.errors import LarkError, UnsupportedLark
-from serve_llm.server.structured_output.lark_common import COMMON_TERMINALS
-from serve_llm.server.structured_output.lark_tokens import END, LarkToken, read_tokens, split_definitions
+from serve_llm.server.structured_output.lark_tokens import (
+    COMMON_TERMINALS,
+    END,
+    LarkToken,
+    read_tokens,
+    split_definitions,
+)
 from serve_llm.server.structured_output.pattern import closes_unopened_group
 
 MAX_CHARACTERS = 2**16  # a longer regular expression is refused

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from itertools import combinations
 
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.idle_keywords import drop_idle_keywords
 from serve_llm.server.structured_output.negation import are_names, join, negate
 from serve_llm.server.structured_output.pattern import split_lookahead, translate_pattern
 from serve_llm.server.structured_output.property_names import rewrite_property_names
-from serve_llm.server.structured_output.schema_walk import Schema, add_part
+from serve_llm.server.structured_output.schema_walk import ANNOTATIONS, Schema, add_part
 from serve_llm.server.structured_output.string_formats import normalize_format
 
 _INT32 = 2**31
@@ -21,6 +20,11 @@ _MAX_NAMED = 16  # maximum number of properties of which one is required
 _MAX_WAYS = 50  # maximum number of branches of oneOf
 _MAX_OVERLAPS = 100  # maximum pairs of branches that may both be valid: each is written with the opposite of the other
 
+# Subschemas that apply to the same object: properties that they evaluate are not unevaluated.
+_IN_PLACE = frozenset(
+    "$dynamicRef $recursiveRef $ref allOf anyOf dependencies dependentSchemas else if not oneOf then".split()
+)
+
 
 def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str], draft: object) -> None:
     """Rewrite one subschema in place. Raises GrammarError with the keyword and without the place.
@@ -28,7 +32,7 @@ def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str
     pointed: names in the schema's references. A keyword among them stays, because a reference may lead through it.
     draft: the schema's `$schema`.
     """
-    drop_idle_keywords(schema, pointed, is_before_2019="draft-0" in str(draft))
+    _drop_idle_keywords(schema, pointed, is_before_2019="draft-0" in str(draft))
     _rewrite_patterns(schema)
     _rewrite_format(schema)
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
@@ -44,6 +48,50 @@ def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str
         rewrite_property_names(schema, disjoint)
     _rewrite_min_properties(schema)
     _join_patterns(schema)
+
+
+def _drop_idle_keywords(schema: Schema, pointed: Set[str], *, is_before_2019: bool) -> None:
+    """Drop keywords that allow every value where they occur, but that llguidance refuses, from one subschema, in place.
+
+    pointed: keywords to keep. is_before_2019: whether the schema's draft has neither `minContains` nor
+    `unevaluatedProperties`.
+    """
+    for keyword in list(_list_idle(schema, is_before_2019=is_before_2019)):
+        if keyword not in pointed:
+            schema.pop(keyword, None)
+    if is_before_2019 or "additionalProperties" in schema or not _IN_PLACE.isdisjoint(schema):
+        return
+    if "unevaluatedProperties" in schema:
+        schema["additionalProperties"] = schema.pop("unevaluatedProperties")
+
+
+def _list_idle(schema: Schema, *, is_before_2019: bool) -> Iterator[str]:
+    if schema.get("uniqueItems") is False or _has_one_item(schema):
+        yield "uniqueItems"
+    if "additionalProperties" in schema or _allows_all(schema.get("unevaluatedProperties")):
+        yield "unevaluatedProperties"
+    if isinstance(schema.get("items"), dict | bool) or _allows_all(schema.get("unevaluatedItems")):
+        yield "unevaluatedItems"
+    if "contains" not in schema or _may_contain_none(schema, is_before_2019=is_before_2019):
+        yield from ("contains", "minContains", "maxContains")
+    if "if" not in schema or all(_allows_all(schema.get(keyword, True)) for keyword in ("then", "else")):
+        yield from ("if", "then", "else")
+    if schema.get("not") is False:
+        yield "not"
+
+
+def _allows_all(schema: object) -> bool:
+    return schema is True or (isinstance(schema, dict) and not set(schema) - ANNOTATIONS)
+
+
+def _has_one_item(schema: Schema) -> bool:
+    most = schema.get("maxItems")
+    types = schema.get("type", "array")
+    return (type(most) is int and most <= 1) or ("array" not in types if isinstance(types, list) else types != "array")
+
+
+def _may_contain_none(schema: Schema, *, is_before_2019: bool) -> bool:
+    return schema.get("minContains") == 0 and "maxContains" not in schema and not is_before_2019
 
 
 def _rewrite_patterns(schema: Schema) -> None:
