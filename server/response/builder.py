@@ -7,7 +7,6 @@ are absent, not null.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import msgspec
@@ -22,8 +21,8 @@ from serve_llm.server.dialects.pieces import (
 )
 from serve_llm.server.generate.delta import Delta, TokenCounts, ToolCall
 from serve_llm.server.prompt.custom_tools import CustomInputReader, read_custom_input
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.prompt.validate import TextRequest
 from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from serve_llm.server.schema.common import ResponseMetrics
 
@@ -59,31 +58,18 @@ class ResponseBuilder(ABC):
     shows_prompt_once: ClassVar[bool]  # ids and logprobs of the prompt are at the top level, not in each choice
     plain_choice: ClassVar[tuple[bytes, bytes]]  # JSON of a plain choice: before and after the text
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        request: TextRequest,
-        return_token_ids: bool,
-        meta: ResponseMeta,
-        *,
-        names_tokens_by_id: bool = False,
-        return_metrics: bool = False,
-        opening_text: str = "",
-        custom_tools: Collection[str] = (),
-    ) -> None:
-        """names_tokens_by_id: show `token_id:<id>` in logprobs instead of a token's text. return_metrics: include the
-        times of the request. opening_text: precedes the content of every choice, in chat. custom_tools: names of the
-        tools that take plain text."""
-        self.return_metrics = return_metrics
-        self._request = request
-        self._return_token_ids = return_token_ids
-        self._num_logprobs = request.params.most_logprobs
+    def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
+        self.return_metrics = parsed.return_metrics
+        self._request = parsed.request
+        self._return_token_ids = parsed.return_token_ids
+        self._num_logprobs = parsed.request.params.most_logprobs
         self._meta = meta
-        self._opening_text = opening_text
-        self._custom_tools = custom_tools
+        self._opening_text = parsed.opening_text
+        self._custom_tools = parsed.tool_items
         self._custom_inputs: dict[int, CustomInputReader] = {}  # by index of a choice that is inside a custom tool call
         self._texts = TokenTexts(tokenizer)
-        self._shown_texts = TokenTexts(tokenizer, names_by_id=True) if names_tokens_by_id else self._texts
+        names_by_id = parsed.return_tokens_as_token_ids
+        self._shown_texts = TokenTexts(tokenizer, names_by_id=True) if names_by_id else self._texts
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
         """The JSON of a response without streaming. deltas: one complete delta per choice."""

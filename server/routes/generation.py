@@ -93,40 +93,14 @@ def create_router(state: AppState) -> APIRouter:
 
 def complete(state: AppState, request: Request) -> Response:
     """Build the response of /v1/completions."""
-    endpoint = TextEndpoint("completion", "cmpl", _create_completion_builder, _create_encoder)
+    endpoint = TextEndpoint("completion", "cmpl", CompletionBuilder, _create_encoder)
     return GenerationResponse(state, request, endpoint)
 
 
 def chat(state: AppState, request: Request) -> Response:
     """Build the response of /v1/chat/completions."""
-    endpoint = TextEndpoint("chat", "chatcmpl", _create_chat_builder, _create_encoder)
+    endpoint = TextEndpoint("chat", "chatcmpl", ChatBuilder, _create_encoder)
     return GenerationResponse(state, request, endpoint)
-
-
-def _create_completion_builder(
-    tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta
-) -> ResponseBuilder:
-    return CompletionBuilder(
-        tokenizer,
-        parsed.request,
-        parsed.return_token_ids,
-        meta,
-        names_tokens_by_id=parsed.return_tokens_as_token_ids,
-        return_metrics=parsed.return_metrics,
-    )
-
-
-def _create_chat_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> ResponseBuilder:
-    return ChatBuilder(
-        tokenizer,
-        parsed.request,
-        parsed.return_token_ids,
-        meta,
-        names_tokens_by_id=parsed.return_tokens_as_token_ids,
-        return_metrics=parsed.return_metrics,
-        opening_text=parsed.opening_text,
-        custom_tools=parsed.tool_items,
-    )
 
 
 def _create_encoder(builder: ResponseBuilder, parsed: ValidGenerateRequest) -> SSEEncoder:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from serve_llm.common.types import FinishReason, Sampling, TokenLogprobs
 from serve_llm.server.generate.delta import Delta, TokenCounts, TokenEntry
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.validate import TextRequest
 from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseMeta
@@ -39,7 +40,7 @@ def create_builder(kind: type[ResponseBuilder], model: ServedModel, num_prompt: 
     params = SamplingParams(n=2, logprobs=20, prompt_logprobs=20 if num_prompt else None)
     prompt = [300 + at % 99 for at in range(num_prompt or 1)]
     request = TextRequest(prompts=[prompt], samplings=[Sampling(max_tokens=1, seed=0)], params=params)
-    return kind(model.tokenizer, request, True, META)
+    return kind(model.tokenizer, ValidGenerateRequest(request=request, model="m", return_token_ids=True), META)
 
 
 @pytest.mark.parametrize("kind", [CompletionBuilder, ChatBuilder])
