@@ -48,7 +48,6 @@ from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.transformers_spec import TransformersSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.dp_sync import DPStepSync
-from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.stored_quantization import NOT_NEEDED, accept_stored_format, find_stored_format
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
@@ -342,17 +341,7 @@ def build_executor(
     error of a rank that fails, and CapacityError if the cache is too small for one request.
     """
     if isinstance(spec, ModelSpec):
-        parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
-        split = config.tensor_parallel_split
-        layers = config.pipeline_parallel_layers
-        for line in describe_split(
-            spec,
-            parallel,
-            split,
-            layers,
-            engines=config.expert_engines,
-            redundant_experts=config.redundant_experts,
-        ):
+        for line in describe_split(spec, config):
             logger.info("%s", line)
     builder: ExecutorBuilder
     if config.executor_backend == "inprocess":

@@ -156,18 +156,12 @@ def build_attention(
     if spec.alibi_slopes is not None:
         own_slopes = spec.alibi_slopes[share.heads.start : share.heads.stop]
         alibi_slopes = torch.tensor(own_slopes, dtype=torch.float32, device=builder.device)
-    kind: type[Attention] = Attention if spec.causal else EncoderAttention
-    if spec.query_temperature is not None:
-        kind = TemperedAttention
-    more: dict[str, Any] = {}
     padding = _count_padding(share, spec.num_heads // spec.num_kv_heads)
-    if kind is EncoderAttention and share.heads:
-        if spec.softcap is not None or spec.sinks:
-            raise ModelError("config.json: encoders with capped scores or attention sinks are not served")
-        if alibi_slopes is not None:
-            alibi_slopes = functional.pad(alibi_slopes, padding)
-        more = {"num_kv_heads": len(share.kv_heads), "padding": padding}
-    if spec.output_gate and share.heads:
+    kind: type[Attention] = Attention
+    more: dict[str, Any] = {}
+    if not share.heads:
+        kind = AttentionWithoutHeads
+    elif spec.output_gate:
         kind = GatedAttention
         more["gate_proj"] = builder.column_parallel_linear(
             {"gate": spec.num_heads * spec.head_dim},
@@ -175,8 +169,15 @@ def build_attention(
             {"gate": elements(share.heads, spec.head_dim)},
             bias=spec.qkv_bias,
         )
-    if not share.heads:
-        kind = AttentionWithoutHeads
+    elif spec.query_temperature is not None:
+        kind = TemperedAttention
+    elif not spec.causal:
+        kind = EncoderAttention
+        if spec.softcap is not None or spec.sinks:
+            raise ModelError("config.json: encoders with capped scores or attention sinks are not served")
+        if alibi_slopes is not None:
+            alibi_slopes = functional.pad(alibi_slopes, padding)
+        more = {"num_kv_heads": len(share.kv_heads), "padding": padding}
     kernels = builder.kernels
     if spec.cache_scales and share.heads:
         kernels = kernels.with_cache_scales(build_cache_scales("kv", spec.num_kv_heads, share.kv_heads, builder))

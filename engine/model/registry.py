@@ -70,7 +70,7 @@ from serve_llm.engine.model.quantization_spec import (
 )
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import ModelSpec, MoESpec
-from serve_llm.engine.model.weight_format import ATTENTION_SCALES, DynamicModules
+from serve_llm.engine.model.weight_format import ATTENTION_SCALES, DynamicModules, QuantizedModules
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.layout import ParallelLayout
 
@@ -233,27 +233,32 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
         return replace(spec, grouped=_grouped(lambda rule: MXFP4 if rule.scales else None, spec, weights)), weights
     stored = quantization_config.read_quantization_config(quantized)
     if isinstance(stored, GGUFTensors):
-        spec, weights = apply_gguf(stored, spec, weights)
-        types = stored
-        grouped = _grouped(lambda rule: types.find_form(rule.source), spec, weights)
-        embedding = types.find_form(weights.embedding)
-        head = types.find_form(weights.head)
-        if grouped is not None or embedding is not None or head is not None:
-            grouped = replace(
-                grouped or GroupQuantSpec(in_checkpoint=True, default=None), embedding=embedding, head=head
-            )
-        return replace(spec, grouped=grouped), weights
+        return _read_gguf(stored, spec, weights)
     if isinstance(stored, Int8Checkpoint):
         int8 = _find_int8(stored, spec, weights)
         if int8 is not None:
             return replace(spec, int8=int8), weights
         stored = stored.without_activations()
-    modules = stored
-    if isinstance(modules, DynamicModules) and modules.format.layout == "awq":
+    return _read_modules(stored, spec, weights)
+
+
+def _read_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
+    spec, weights = apply_gguf(stored, spec, weights)
+    grouped = _grouped(lambda rule: stored.find_form(rule.source), spec, weights)
+    embedding = stored.find_form(weights.embedding)
+    head = stored.find_form(weights.head)
+    if grouped is not None or embedding is not None or head is not None:
+        grouped = grouped or GroupQuantSpec(in_checkpoint=True, default=None)
+        grouped = replace(grouped, embedding=embedding, head=head)
+    return replace(spec, grouped=grouped), weights
+
+
+def _read_modules(stored: QuantizedModules, spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
+    if isinstance(stored, DynamicModules) and stored.format.layout == "awq":
         spec, weights = add_activation_scales(spec, weights)
 
     def find_form(rule: WeightRule) -> GroupQuantForm | None:
-        form = modules.find_form(*weights.list_spellings(rule.source.removesuffix(".weight")))
+        form = stored.find_form(*weights.list_spellings(rule.source.removesuffix(".weight")))
         if rule.members and form is not None and not form.is_float8:
             return None  # no linear modules: only the tensors tell whether integers are stored, see `weights.load`
         return form

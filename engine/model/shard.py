@@ -49,23 +49,29 @@ class Shard:
 
     def holds(self, parameter: str, spec: ModelSpec) -> bool:
         """Whether this rank holds a part of the parameter. Not for embedding.weight and head.weight."""
-        kind, *rest = parameter.split(".")
+        kind, *names = parameter.split(".")
         if kind == "layers":
-            mixer = spec.layers[int(rest[0])].attention
-            ffn = spec.layers[int(rest[0])].ffn
-            elsewhere = rest[2] == "experts" and isinstance(ffn, MoESpec) and int(rest[3]) not in self.experts(ffn)
-            if isinstance(mixer, MLASpec | GatedDeltaNetSpec) and rest[1] == "attention" and rest[2] != "output":
-                elsewhere = not self.attention(mixer).heads
-            if rest[1:3] == ["attention", "gate"]:
-                elsewhere = not self.attention(mixer).heads
-            if rest[2] in ("q_norm", "k_norm") and len(rest) == 5:  # one norm per head
-                head_share = self.attention(mixer)
-                elsewhere = int(rest[3]) not in (head_share.heads if rest[2] == "q_norm" else head_share.kv_heads)
-            if rest[2] == "activation_scales":
-                elsewhere = not (isinstance(ffn, MLPSpec) and ffn.activation_scales)
-            return int(rest[0]) in self.layers and not elsewhere
+            layer = int(names[0])
+            return layer in self.layers and self._holds_in_layer(names[1:], spec.layers[layer])
         at_start = ("positions", "project_in", "token_types", "embedding_norm")
         return self.is_first if kind in at_start else self.is_last
+
+    def _holds_in_layer(self, names: Sequence[str], layer: LayerSpec) -> bool:
+        """names: of the parameter inside a layer of this rank, such as ["attention", "q", "weight"]."""
+        half, name, *inner = names
+        mixer = layer.attention
+        ffn = layer.ffn
+        if name in ("q_norm", "k_norm") and len(inner) == 2:  # one norm per head
+            head_share = self.attention(mixer)
+            return int(inner[0]) in (head_share.heads if name == "q_norm" else head_share.kv_heads)
+        if name == "activation_scales":
+            return isinstance(ffn, MLPSpec) and ffn.activation_scales
+        if name == "experts" and isinstance(ffn, MoESpec):
+            return int(inner[0]) in self.experts(ffn)
+        has_parts_by_head = isinstance(mixer, MLASpec | GatedDeltaNetSpec) and name != "output"
+        if half == "attention" and (has_parts_by_head or name == "gate"):
+            return bool(self.attention(mixer).heads)
+        return True
 
     def attention(self, mixer: AnyAttentionSpec) -> HeadShare:
         share = split_heads(mixer.num_heads, mixer.num_kv_heads, self.layout.tp_size, self.weights)[self.tp_rank]
@@ -209,61 +215,63 @@ def mlp_cost(ffn: MLPSpec, width: int) -> float:
     return width * ffn.intermediate_size * (3 if ffn.gated else 2)
 
 
-def describe_split(
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    weights: tuple[float, ...] | None = None,
-    layers: Sequence[int] | None = None,
-    *,
-    engines: int = 1,
-    redundant_experts: int = 0,
-) -> list[str]:
-    """Build lines for the start-up log that say how much each rank and each stage holds. Empty for a single rank.
-    Arguments as in `build_shard`."""
-    shards = [
-        build_shard(spec, layout, rank, weights, layers, engines=engines, redundant_experts=redundant_experts)
-        for rank in range(layout.size)
-    ]
+def describe_split(spec: ModelSpec, config: Config) -> list[str]:
+    """Build lines for the start-up log that say how much each rank and each stage holds. Empty for a single rank."""
+    layout = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
+    shards = [build_rank_shard(spec, config, rank) for rank in range(layout.size)]
     tp_shards = shards[: layout.tp_size]
     lines = []
-
-    def format_sizes(what: str, parts: Iterable[Sequence[int]]) -> str:
-        return f"{what} {'+'.join(str(len(part)) for part in parts)}"
-
     if layout.tp_size > 1:
-        parts = []
-        for mixer in {
-            (isinstance(mixer, GatedDeltaNetSpec), mixer.num_heads, mixer.num_kv_heads): mixer
-            for mixer in (layer.attention for layer in spec.layers)
-        }.values():
-            heads = [shard.attention(mixer) for shard in tp_shards]
-            is_delta_net = isinstance(mixer, GatedDeltaNetSpec)
-            own, shared = ("linear attention heads", "key heads") if is_delta_net else ("query heads", "KV heads")
-            parts.append(format_sizes(own, (one.heads for one in heads)))
-            parts.append(format_sizes(f"{shared} (of {mixer.num_kv_heads})", (one.kv_heads for one in heads)))
-        for ffn in dict.fromkeys(layer.ffn for layer in spec.layers):
-            if isinstance(ffn, MLPSpec):
-                parts.append(format_sizes("feed-forward columns", (shard.ffn(ffn) for shard in tp_shards)))
-            elif ffn.expert_parallel and engines == 1:
-                parts.append(
-                    format_sizes(f"experts (of {ffn.router.num_experts})", (shard.experts(ffn) for shard in tp_shards))
-                )
-            elif not ffn.expert_parallel:
-                parts.append(format_sizes("columns of each expert", (shard.expert_columns(ffn) for shard in tp_shards)))
-        parts.append(format_sizes("vocabulary rows", tp_shards[0].vocabularies(spec.vocab_size)))
+        parts = _describe_tensor_split(spec, tp_shards)
         lines.append(f"Tensor parallel, {layout.tp_size} ranks: {', '.join(parts)}")
-    if engines > 1:
-        expert_ffns = [ffn for ffn in dict.fromkeys(layer.ffn for layer in spec.layers) if isinstance(ffn, MoESpec)]
-        held = [
-            [shard.place_experts(ffn)[engine] for engine in range(engines) for shard in tp_shards]
-            for ffn in expert_ffns
-        ]
-        parts = [
-            format_sizes(f"experts (of {ffn.router.num_experts})", spans)
-            for ffn, spans in zip(expert_ffns, held, strict=True)
-        ]
-        lines.append(f"Expert parallel, {engines} engines: {', '.join(parts)}")
+    if config.expert_engines > 1:
+        parts = _describe_expert_split(spec, tp_shards)
+        lines.append(f"Expert parallel, {config.expert_engines} engines: {', '.join(parts)}")
     if layout.pp_size > 1:
-        stages = format_sizes("layers", (shard.layers for shard in shards[:: layout.tp_size]))
+        stages = _format_sizes("layers", (shard.layers for shard in shards[:: layout.tp_size]))
         lines.append(f"Pipeline parallel, {layout.pp_size} stages: {stages}")
     return lines
+
+
+def _describe_tensor_split(spec: ModelSpec, shards: Sequence[Shard]) -> list[str]:
+    """shards: of the ranks of one stage."""
+    mixers = {
+        (isinstance(mixer, GatedDeltaNetSpec), mixer.num_heads, mixer.num_kv_heads): mixer
+        for mixer in (layer.attention for layer in spec.layers)
+    }
+    parts = []
+    for (is_delta_net, _, num_kv_heads), mixer in mixers.items():
+        own, shared = ("linear attention heads", "key heads") if is_delta_net else ("query heads", "KV heads")
+        heads = [shard.attention(mixer) for shard in shards]
+        parts.append(_format_sizes(own, (one.heads for one in heads)))
+        parts.append(_format_sizes(f"{shared} (of {num_kv_heads})", (one.kv_heads for one in heads)))
+    for ffn in dict.fromkeys(layer.ffn for layer in spec.layers):
+        if isinstance(ffn, MLPSpec):
+            parts.append(_format_sizes("feed-forward columns", (shard.ffn(ffn) for shard in shards)))
+        elif not ffn.expert_parallel:
+            parts.append(_format_sizes("columns of each expert", (shard.expert_columns(ffn) for shard in shards)))
+        elif shards[0].engines == 1:
+            parts.append(_format_experts(ffn, (shard.experts(ffn) for shard in shards)))
+    parts.append(_format_sizes("vocabulary rows", shards[0].vocabularies(spec.vocab_size)))
+    return parts
+
+
+def _describe_expert_split(spec: ModelSpec, shards: Sequence[Shard]) -> list[str]:
+    """shards: of the ranks of one stage of one engine."""
+    placements = {
+        layer.ffn: [shard.place_experts(layer.ffn) for shard in shards]
+        for layer in spec.layers
+        if isinstance(layer.ffn, MoESpec)
+    }
+    return [
+        _format_experts(ffn, (placement[engine] for engine in range(shards[0].engines) for placement in by_rank))
+        for ffn, by_rank in placements.items()
+    ]
+
+
+def _format_experts(ffn: MoESpec, parts: Iterable[Sequence[int]]) -> str:
+    return _format_sizes(f"experts (of {ffn.router.num_experts})", parts)
+
+
+def _format_sizes(what: str, parts: Iterable[Sequence[int]]) -> str:
+    return f"{what} {'+'.join(str(len(part)) for part in parts)}"

@@ -27,6 +27,7 @@ from serve_llm.engine.model.spec import (
 )
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.kernels.registry import PORTABLE
+from support.config import CONFIG
 from support.ranks import Ranks
 
 RMS = NormSpec("rms", 1e-6)
@@ -155,11 +156,11 @@ def test_whole_experts_are_each_on_one_rank() -> None:
         assert all(size(*found[name]) == [*found[name][0]] for name in of_experts)  # as a whole
     names = [f"layers.1.ffn.experts.{number}.up.weight" for number in range(7)]
     assert sum(shard.holds(name, spec) for shard in Ranks(spec, ParallelLayout(3, 2)).shards for name in names) == 7
-    assert describe_split(spec, ParallelLayout(3, 1))[0].endswith("experts (of 7) 3+2+2, vocabulary rows 111+110+110")
-    assert (
-        describe_split(spec, ParallelLayout(3, 1), engines=2)[1]
-        == "Expert parallel, 2 engines: experts (of 7) 2+1+1+1+1+1"
-    )
+    config = replace(CONFIG, tensor_parallel_size=3, enable_expert_parallel=True)
+    assert describe_split(spec, config)[0].endswith("experts (of 7) 3+2+2, vocabulary rows 111+110+110")
+    for engine in range(2):
+        one_of_two = replace(config, data_parallel_size=2, data_parallel_rank=engine)
+        assert describe_split(spec, one_of_two)[1] == "Expert parallel, 2 engines: experts (of 7) 2+1+1+1+1+1"
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8, 16, 33])
@@ -194,8 +195,9 @@ def test_a_head_in_16_bits_weighs_twice_as_much_beside_layers_in_int8() -> None:
 
 def test_the_log_says_who_gets_how_much() -> None:
     spec = MODELS["qwen2.5-7b"]
-    assert describe_split(spec, ParallelLayout()) == []
-    assert describe_split(spec, ParallelLayout(3, 2), layers=(15, 13)) == [
+    assert describe_split(spec, CONFIG) == []
+    grid = replace(CONFIG, tensor_parallel_size=3, pipeline_parallel_size=2, pipeline_parallel_layers=(15, 13))
+    assert describe_split(spec, grid) == [
         "Tensor parallel, 3 ranks: query heads 10+9+9, KV heads (of 4) 2+2+2, feed-forward columns 6320+6320+6304, "
         "vocabulary rows 50688+50688+50688",
         "Pipeline parallel, 2 stages: layers 15+13",
