@@ -60,6 +60,8 @@ class ResponseBuilder(ABC):
 
     def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
         self.return_metrics = parsed.return_metrics
+        self.include_usage = parsed.include_usage  # as a stream's last event; null in all others, as OpenAI does it
+        self.continuous_usage = parsed.continuous_usage  # every event has the usage so far
         self._request = parsed.request
         self._return_token_ids = parsed.return_token_ids
         self._num_logprobs = parsed.request.params.most_logprobs

@@ -8,17 +8,18 @@ from serve_llm.server.dialects.pieces import ContentPiece
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.errors import GenerationFailed
 from serve_llm.server.prompt.items import describe_items, encrypt_text
-from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
+from serve_llm.server.prompt.tokenizer import Tokenizer
+from serve_llm.server.response.builder import ResponseMeta, encode_json
 from serve_llm.server.response.responses import describe_usage, name_status
 
 
 class CompactionBuilder:
     """Builds `schema.responses.CompactionReply`."""
 
-    def __init__(self, meta: ResponseMeta, kept_messages: list[Json]) -> None:
-        """kept_messages: items that stay beside the summary."""
+    def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
         self._meta = meta
-        self._kept_messages = kept_messages
+        self._kept_messages = parsed.kept_messages
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
         """deltas: one complete delta. Raises GenerationFailed."""

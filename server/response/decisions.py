@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from serve_llm.common.types import FinishReason
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.errors import GenerationFailed
 from serve_llm.server.prompt.decisions import Question
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
+from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 from serve_llm.server.response.responses import describe_usage
 
@@ -16,9 +20,9 @@ from serve_llm.server.response.responses import describe_usage
 class DecisionBuilder:
     """Each prompt of the request is a question."""
 
-    def __init__(self, meta: ResponseMeta, questions: Sequence[Question]) -> None:
+    def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
         self._meta = meta
-        self._questions = questions
+        self._questions = msgspec.convert(parsed.echo["questions"], list[Question])
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
         """Raises GenerationFailed."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from serve_llm.common.types import FinishReason
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.errors import RequestError, error_body
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
+from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import Json, ResponseMeta, build_metrics, encode_json
 
 
 class InfillBuilder:
     """Builds the response to one request, which has one choice."""
 
-    def __init__(self, meta: ResponseMeta) -> None:
+    def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
         self._meta = meta
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:

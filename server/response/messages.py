@@ -10,6 +10,8 @@ from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.anthropic_errors import describe_error
 from serve_llm.server.http.errors import GenerationFailed, RequestError
 from serve_llm.server.prompt.blocks import sign_thinking
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
+from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 from serve_llm.server.response.sse import PING_SECONDS, START_SECONDS
 
@@ -17,8 +19,8 @@ from serve_llm.server.response.sse import PING_SECONDS, START_SECONDS
 class MessageBuilder:
     """Builds `schema.messages.MessageReply`."""
 
-    def __init__(self, meta: ResponseMeta, *, omits_thinking: bool = False) -> None:
-        self.omits_thinking = omits_thinking
+    def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
+        self.omits_thinking = parsed.omits_thinking
         self._meta = meta
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:

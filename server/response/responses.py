@@ -13,6 +13,8 @@ from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.errors import GenerationFailed, InvalidRequest, RequestError
 from serve_llm.server.prompt.custom_tools import CustomInputReader
 from serve_llm.server.prompt.items import ToolItem, encrypt_text
+from serve_llm.server.prompt.job_results import ValidGenerateRequest
+from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs
 from serve_llm.server.response.sse import PING, PING_SECONDS, START_SECONDS
@@ -153,26 +155,15 @@ class ReplyItems:
 class ResponsesBuilder:
     """Builds `schema.responses.ResponseReply`."""
 
-    def __init__(
-        self,
-        meta: ResponseMeta,
-        echo: Json,
-        tools: dict[str, ToolItem],
-        encrypts_reasoning: bool,
-        num_logprobs: int,
-        texts: TokenTexts,
-        is_compaction: bool = False,
-    ) -> None:
-        """echo: fields of the reply that repeat the request. num_logprobs: number of most likely tokens next to each
-        token, if the deltas have log-probabilities. is_compaction: the content is a summary of the conversation."""
+    def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
         response_id = meta.id.rpartition("-")[2]
-        self.items = ReplyItems(response_id, tools, encrypts_reasoning, is_compaction)
+        self.items = ReplyItems(response_id, parsed.tool_items, parsed.encrypts_reasoning, parsed.is_compaction)
         self.id = f"resp_{response_id}"
         self.final: Json | None = None  # the response once it has ended
         self._meta = meta
-        self._echo = echo
-        self._num_logprobs = num_logprobs
-        self._texts = texts
+        self._echo = parsed.echo  # fields that repeat the request
+        self._num_logprobs = parsed.request.params.logprobs or 0  # most likely tokens to show, if deltas have any
+        self._texts = TokenTexts(tokenizer)
         self._position = 0  # characters of the text so far, as in `TokenEntry.offset`
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:

@@ -38,15 +38,13 @@ class SSEEncoder:
         "continuous_usage",
     )
 
-    def __init__(self, builder: ResponseBuilder, include_usage: bool, continuous_usage: bool) -> None:
-        """include_usage: end with an event that holds the usage; it is null in all others, as OpenAI does it.
-        continuous_usage: every event holds the usage so far."""
-        self.continuous_usage = continuous_usage
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self.continuous_usage = builder.continuous_usage
         self._builder = builder
-        self._include_usage = include_usage
-        self._returns_only_text = builder.returns_only_text and not continuous_usage
+        self._include_usage = builder.include_usage
+        self._returns_only_text = builder.returns_only_text and not builder.continuous_usage
         self._before_index = _build_start(builder)
-        self._after_text = _build_end(builder.plain_choice[1], include_usage)
+        self._after_text = _build_end(builder.plain_choice[1], builder.include_usage)
         self._index = 0  # index of the choice that `_before_text` is for
         self._before_text = self._before_index % 0
         self._num_shown = 0  # generated tokens in the usage of the last event

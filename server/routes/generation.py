@@ -17,7 +17,7 @@ from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
 from serve_llm.server.http.errors import RequestError
 from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseMeta
+from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseMeta
 from serve_llm.server.response.sse import SSEEncoder
 from serve_llm.server.routes.app_state import AppState, Caller
 from serve_llm.server.routes.document import describe_route
@@ -67,12 +67,12 @@ Builder = TypeVar("Builder", bound=BodyBuilder)
 @dataclass(frozen=True)
 class TextEndpoint(Generic[Builder]):
     """The differences between the routes that generate text. job: one of `server.prompt.jobs.JOBS` that returns
-    `ValidGenerateRequest`."""
+    `ValidGenerateRequest`. create_encoder: None if there are no streams."""
 
     job: str
     id_prefix: str
     create_builder: Callable[[Tokenizer, ValidGenerateRequest, ResponseMeta], Builder]
-    create_encoder: Callable[[Builder, ValidGenerateRequest], EventEncoder]
+    create_encoder: Callable[[Builder], EventEncoder] | None = None
 
 
 def create_router(state: AppState) -> APIRouter:
@@ -93,18 +93,14 @@ def create_router(state: AppState) -> APIRouter:
 
 def complete(state: AppState, request: Request) -> Response:
     """Build the response of /v1/completions."""
-    endpoint = TextEndpoint("completion", "cmpl", CompletionBuilder, _create_encoder)
+    endpoint = TextEndpoint("completion", "cmpl", CompletionBuilder, SSEEncoder)
     return GenerationResponse(state, request, endpoint)
 
 
 def chat(state: AppState, request: Request) -> Response:
     """Build the response of /v1/chat/completions."""
-    endpoint = TextEndpoint("chat", "chatcmpl", ChatBuilder, _create_encoder)
+    endpoint = TextEndpoint("chat", "chatcmpl", ChatBuilder, SSEEncoder)
     return GenerationResponse(state, request, endpoint)
-
-
-def _create_encoder(builder: ResponseBuilder, parsed: ValidGenerateRequest) -> SSEEncoder:
-    return SSEEncoder(builder, parsed.include_usage, parsed.continuous_usage)
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,8 @@ class GenerationResponse(Response, Generic[Builder]):
         with generation:  # admits and submits it
             watch = asyncio.create_task(close_on_disconnect(receive, generation))
             if prepared.parsed.stream:
-                events = self._endpoint.create_encoder(prepared.builder, prepared.parsed)
+                assert self._endpoint.create_encoder is not None, "the job refuses streams"
+                events = self._endpoint.create_encoder(prepared.builder)
                 writer = self._request.scope.get(BODY_WRITER)
                 respond = _send_events(send, generation, events, prepared.headers, writer)
             else:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve_llm.server.prompt.job_results import ValidGenerateRequest
-from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.response.infill import InfillBuilder, InfillEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_route
@@ -19,7 +16,7 @@ PATHS = ("/infill",)
 
 def create_router(state: AppState) -> APIRouter:
     router = APIRouter()
-    endpoint = TextEndpoint("infill", "infill", _create_builder, _create_encoder)
+    endpoint = TextEndpoint("infill", "infill", InfillBuilder, InfillEncoder)
 
     @router.post(PATHS[0], **describe_route(InfillRequest, InfillReply, InfillEvent, InfillReply))
     async def infill(request: Request) -> Response:
@@ -27,11 +24,3 @@ def create_router(state: AppState) -> APIRouter:
         return GenerationResponse(state, request, endpoint)
 
     return router
-
-
-def _create_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> InfillBuilder:
-    return InfillBuilder(meta)
-
-
-def _create_encoder(builder: InfillBuilder, parsed: ValidGenerateRequest) -> InfillEncoder:
-    return InfillEncoder(builder)

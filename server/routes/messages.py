@@ -6,9 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from serve_llm.server.prompt.job_results import TokenCount, ValidGenerateRequest
-from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.response.builder import ResponseMeta
+from serve_llm.server.prompt.job_results import TokenCount
 from serve_llm.server.response.messages import MessageBuilder, MessageEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_route
@@ -26,7 +24,7 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 def create_router(state: AppState) -> APIRouter:
     router = APIRouter()
-    endpoint = TextEndpoint("messages", "msg", _create_builder, _create_encoder)
+    endpoint = TextEndpoint("messages", "msg", MessageBuilder, MessageEncoder)
 
     @router.post(PATHS[0], **describe_route(MessagesRequest, MessageReply, MessageEvent, is_anthropic=True))
     async def create_message(request: Request) -> Response:
@@ -41,11 +39,3 @@ def create_router(state: AppState) -> APIRouter:
         return JSONResponse({"input_tokens": counted.count}, headers=headers)
 
     return router
-
-
-def _create_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> MessageBuilder:
-    return MessageBuilder(meta, omits_thinking=parsed.omits_thinking)
-
-
-def _create_encoder(builder: MessageBuilder, parsed: ValidGenerateRequest) -> MessageEncoder:
-    return MessageEncoder(builder)

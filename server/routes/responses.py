@@ -7,16 +7,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from serve_llm.server.prompt.job_results import TokenCount, ValidGenerateRequest
-from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.response.builder import ResponseMeta
+from serve_llm.server.prompt.job_results import TokenCount
 from serve_llm.server.response.compaction import CompactionBuilder
-from serve_llm.server.response.logprobs import TokenTexts
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.background import BackgroundResponses
 from serve_llm.server.routes.document import STORE_PROBLEMS, describe_route
-from serve_llm.server.routes.generation import EventEncoder, GenerationResponse, TextEndpoint
+from serve_llm.server.routes.generation import GenerationResponse, TextEndpoint
 from serve_llm.server.routes.stored_generation import StoredCompactionResponse, StoredGenerationResponse, run_stored_job
 from serve_llm.server.routes.stored_responses import add_routes
 from serve_llm.server.schema.responses import (
@@ -34,7 +31,7 @@ PATHS = ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact")
 
 def create_router(state: AppState) -> APIRouter:
     router = APIRouter()
-    endpoint = TextEndpoint("responses", "resp", _create_builder, _create_encoder)
+    endpoint = TextEndpoint("responses", "resp", ResponsesBuilder, ResponsesEncoder)
     store = state.response_store
     background = None if store is None else BackgroundResponses(store)
 
@@ -59,7 +56,7 @@ def create_router(state: AppState) -> APIRouter:
     async def compact_conversation(request: Request) -> Response:
         """Return items that replace a conversation: its messages without the assistant's, and a summary by the
         model."""
-        endpoint = TextEndpoint("compact", "resp", _create_compaction_builder, _create_compaction_encoder)
+        endpoint = TextEndpoint("compact", "resp", CompactionBuilder)
         if store is None:
             return GenerationResponse(state, request, endpoint)
         return StoredCompactionResponse(state, request, endpoint, store)
@@ -67,29 +64,3 @@ def create_router(state: AppState) -> APIRouter:
     if store is not None and background is not None:
         add_routes(router, state, store, background)
     return router
-
-
-def _create_builder(tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> ResponsesBuilder:
-    return ResponsesBuilder(
-        meta,
-        parsed.echo,
-        parsed.tool_items,
-        parsed.encrypts_reasoning,
-        parsed.request.params.logprobs or 0,
-        TokenTexts(tokenizer),
-        parsed.is_compaction,
-    )
-
-
-def _create_compaction_builder(
-    tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta
-) -> CompactionBuilder:
-    return CompactionBuilder(meta, parsed.kept_messages)
-
-
-def _create_compaction_encoder(builder: CompactionBuilder, parsed: ValidGenerateRequest) -> EventEncoder:
-    raise AssertionError("summaries are not streamed")
-
-
-def _create_encoder(builder: ResponsesBuilder, parsed: ValidGenerateRequest) -> ResponsesEncoder:
-    return ResponsesEncoder(builder)

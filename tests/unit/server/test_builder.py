@@ -40,7 +40,8 @@ def create_builder(kind: type[ResponseBuilder], model: ServedModel, num_prompt: 
     params = SamplingParams(n=2, logprobs=20, prompt_logprobs=20 if num_prompt else None)
     prompt = [300 + at % 99 for at in range(num_prompt or 1)]
     request = TextRequest(prompts=[prompt], samplings=[Sampling(max_tokens=1, seed=0)], params=params)
-    return kind(model.tokenizer, ValidGenerateRequest(request=request, model="m", return_token_ids=True), META)
+    parsed = ValidGenerateRequest(request=request, model="m", include_usage=True, return_token_ids=True)
+    return kind(model.tokenizer, parsed, META)
 
 
 @pytest.mark.parametrize("kind", [CompletionBuilder, ChatBuilder])
@@ -53,7 +54,7 @@ def test_body_and_events_hold_what_the_deltas_hold(
     body = json.loads(builder.build_body(deltas, COUNTS))
     body_schema, event_schema = SCHEMAS[kind]
     assert body_schema.model_validate(body, strict=True).model_dump(exclude_unset=True) == body
-    lines = SSEEncoder(builder, include_usage=True, continuous_usage=False).encode(deltas, None).decode().split("\n\n")
+    lines = SSEEncoder(builder).encode(deltas, None).decode().split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     for event in events:
         assert event_schema.model_validate(event, strict=True).model_dump(exclude_unset=True) == event
