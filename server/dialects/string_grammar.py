@@ -51,26 +51,33 @@ def split_schema(schema: object, root: Schema) -> SplitSchema:
 
 
 def _split_values(schema: Schema, types: set[str]) -> SplitSchema:
-    values = schema.get("enum", [schema.get("const")])
-    if not isinstance(values, list):
-        raise GrammarError("it must be a list", keyword="enum")
+    keyword, values = _read_values(schema)
     if "const" in schema:
-        values = [
-            value for value in values if (find_type(value), value) == (find_type(schema["const"]), schema["const"])
-        ]
+        const = find_type(schema["const"]), schema["const"]
+        values = [value for value in values if (find_type(value), value) == const]
     allowed = types | ({"integer"} if "number" in types else set())
     values = [value for value in values if find_type(value) in allowed]
     if not values:
-        raise GrammarError("no value is valid", keyword="enum" if "enum" in schema else "const")
+        raise GrammarError("no value is valid", keyword=keyword)
     texts = [value for value in values if isinstance(value, str)]
     others = [value for value in values if not isinstance(value, str)]
     if texts and any(name in schema for name in (*_OF_STRINGS, *GENERAL - {"enum", "const"})):
-        raise GrammarError(NOT_BESIDE, keyword="enum" if "enum" in schema else "const")
+        raise GrammarError(NOT_BESIDE, keyword=keyword)
     rest = {name: value for name, value in schema.items() if name not in ("type", "const", "enum")}
     strings: list[Schema] = []
     if texts:
-        strings.append({"enum": texts} if "enum" in schema else {"const": texts[0]})
+        strings.append({"enum": texts} if keyword == "enum" else {"const": texts[0]})
     return SplitSchema(strings, [{**rest, "enum": others}] if others else [])
+
+
+def _read_values(schema: Schema) -> tuple[str, list[object]]:
+    """Return the keyword, enum or const, and its values."""
+    if "enum" not in schema:
+        return "const", [schema["const"]]
+    values = schema["enum"]
+    if not isinstance(values, list):
+        raise GrammarError("it must be a list", keyword="enum")
+    return "enum", values
 
 
 def write_strings(found: SplitSchema, end: Delimiter, excluded: Sequence[str] = ()) -> Symbol:
@@ -105,9 +112,7 @@ def write_string(schema: Schema, end: Delimiter) -> Symbol:
     """Write a terminal for strings of one schema of a `SplitSchema`. end: as for `write_strings`. Raises
     GrammarError."""
     if "enum" in schema or "const" in schema:
-        keyword = "enum" if "enum" in schema else "const"
-        values = schema.get("enum", [schema.get("const")])
-        assert isinstance(values, list)
+        keyword, values = _read_values(schema)
         for value in values:
             _check_value(str(value), end, keyword)
         return Symbol(f"({' | '.join(write_literal(str(value)).expression for value in values)})", is_terminal=True)
@@ -115,16 +120,7 @@ def write_string(schema: Schema, end: Delimiter) -> Symbol:
         if keyword in GENERAL:
             raise GrammarError("it cannot be enforced for strings in this model's format", keyword=keyword)
     expressions = [write_free_text(write_patterns(end)).expression]
-    least = schema.get("minLength", 0)
-    most = schema.get("maxLength")
-    for keyword, value in (("minLength", least), ("maxLength", most)):
-        if value is not None and (not isinstance(value, int) or not 0 <= value <= _MAX_LENGTH):
-            raise GrammarError(f"it must be 0 to {_MAX_LENGTH} in this model's format", keyword=keyword)
-    assert isinstance(least, int) and isinstance(most, int | None)
-    if most is not None and least > most:
-        raise GrammarError("minLength is greater than maxLength", keyword="minLength")
-    if least or most is not None:
-        expressions.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
+    expressions += _write_length(schema)
     if isinstance(schema.get("pattern"), str):
         expressions.append(_write_pattern(str(schema["pattern"])))
     name = normalize_format(schema.get("format"))
@@ -133,6 +129,21 @@ def write_string(schema: Schema, end: Delimiter) -> Symbol:
             raise GrammarError(f"{name} cannot be enforced in this model's format", keyword="format")
         expressions.append(write_regex(FORMATS[name]).expression)
     return Symbol(f"({' & '.join(expressions)})" if len(expressions) > 1 else expressions[0], is_terminal=True)
+
+
+def _write_length(schema: Schema) -> list[str]:
+    """Write texts of the allowed lengths; nothing if all are allowed."""
+    least = schema.get("minLength", 0)
+    most = schema.get("maxLength")
+    for keyword, value in (("minLength", least), ("maxLength", most)):
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= _MAX_LENGTH):
+            raise GrammarError(f"it must be 0 to {_MAX_LENGTH} in this model's format", keyword=keyword)
+    assert isinstance(least, int) and isinstance(most, int | None)
+    if most is not None and least > most:
+        raise GrammarError("minLength is greater than maxLength", keyword="minLength")
+    if not least and most is None:
+        return []
+    return [f"/(?s:.{{{least},{'' if most is None else most}}})/"]
 
 
 def _check_value(value: str, end: Delimiter, keyword: str) -> None:
