@@ -72,23 +72,23 @@ class EngineCore:
         """report_in_flight: called with the ids of the requests being computed, before and after each step, and with
         the ids of new requests while they are added. draft_model: the one named in the config. matchers: None to build
         one."""
-        self.layout = executor.layout
+        self.kv_cache_config = executor.kv_cache_config
         self._speculator = _build_speculator(config.speculation, draft_model, clock)
-        self._recorder = None if config.kv_events is None else KVEventRecorder(self.layout.groups)
+        self._recorder = None if config.kv_events is None else KVEventRecorder(self.kv_cache_config.groups)
         self._publisher: KVEventPublisher | None = None
         if config.kv_events is not None:
             self._publisher = KVEventPublisher(config.kv_events, config.data_parallel_rank)
         self._offload = _build_offload(config, executor, self._recorder)
         self.scheduler = Scheduler(
-            self.layout.groups,
-            self.layout.num_blocks,
-            max_num_seqs=self.layout.count_sequences(config.max_num_seqs),
+            self.kv_cache_config.groups,
+            self.kv_cache_config.num_blocks,
+            max_num_seqs=self.kv_cache_config.count_sequences(config.max_num_seqs),
             max_model_len=config.max_model_len,
             max_chunk=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
             async_scheduling=config.async_scheduling,
             long_rope_threshold=config.long_rope_threshold,
-            whole_prompts=not self.layout.groups,
+            whole_prompts=not self.kv_cache_config.groups,
             speculator=self._speculator,
             max_loras=config.max_loras,
             offload=self._offload,
@@ -311,10 +311,10 @@ def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder
     if not memory:
         return None
     return OffloadManager(
-        executor.layout.num_slots,
+        executor.kv_cache_config.num_slots,
         block_bytes=sum(rank.block_bytes for rank in memory),
         copy_seconds=max(rank.copy_seconds for rank in memory),
-        store=open_store(config, executor.layout, memory),
+        store=open_store(config, executor.kv_cache_config, memory),
         recorder=recorder,
     )
 

@@ -149,16 +149,16 @@ def _claim_gpus(start: Start) -> None:
 def _build_model_info(
     config: Config, spec: ModelSpec | TransformersSpec, executor: Executor, lora_targets: dict[str, LoRATarget]
 ) -> ModelInfo:
-    layout = executor.layout
+    kv_cache_config = executor.kv_cache_config
     return ModelInfo(
         architecture=spec.architecture,
         max_model_len=config.max_model_len,
         vocab_size=spec.vocab_size,
         block_size=config.block_size,
-        num_kv_blocks=layout.num_blocks,
-        num_offload_blocks=layout.num_slots,
-        kv_cache_tokens=kv_cache.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens),
-        max_num_seqs=layout.count_sequences(config.max_num_seqs),
+        num_kv_blocks=kv_cache_config.num_blocks,
+        num_offload_blocks=kv_cache_config.num_slots,
+        kv_cache_tokens=kv_cache.cache_tokens(kv_cache_config, config.max_model_len, config.max_num_batched_tokens),
+        max_num_seqs=kv_cache_config.count_sequences(config.max_num_seqs),
         prefix_caching=config.enable_prefix_caching,
         dtype=config.dtype,
         device=config.device,
@@ -360,16 +360,16 @@ def build_executor(
             log_threads([rank.threads for rank in loaded])
         num_slots = min(rank.num_slots for rank in loaded)
         ready = builder.allocate_cache(min(rank.num_blocks for rank in loaded), num_slots)
-        layouts = [rank.layout for rank in ready]
-        kv_cache.check_offload(layouts, config.kv_offload_memory)
+        kv_cache_configs = [rank.kv_cache_config for rank in ready]
+        kv_cache.check_offload(kv_cache_configs, config.kv_offload_memory)
         weight_bytes = [rank.weight_bytes for rank in loaded]
-        logger.info("%s", kv_cache.memory_line(weight_bytes, [layout.num_bytes for layout in layouts]))
-        layout = max(layouts, key=lambda layout: layout.block_bytes)
-        kv_cache.check_capacity(layout, config.max_model_len, config.max_num_batched_tokens, config.device)
+        logger.info("%s", kv_cache.memory_line(weight_bytes, [one.num_bytes for one in kv_cache_configs]))
+        kv_cache_config = max(kv_cache_configs, key=lambda one: one.block_bytes)
+        kv_cache.check_capacity(kv_cache_config, config.max_model_len, config.max_num_batched_tokens, config.device)
     except BaseException as error:
         builder.close(error)
         raise
-    executor = builder.build_executor(layout)
+    executor = builder.build_executor(kv_cache_config)
     executor.hosts = [rank.host for rank in loaded]
     executor.host_memory = [rank.host_memory for rank in ready if rank.host_memory is not None]
     return executor if expert_groups is None else DPSyncExecutor(executor, expert_groups.sync)

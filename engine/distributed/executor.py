@@ -19,7 +19,7 @@ class Executor(Protocol):
     """Runs steps on all ranks, in order. Each result is a future, so that several steps can be in flight."""
 
     depth: int  # most steps in flight
-    layout: KVCacheConfig  # agreed by all ranks
+    kv_cache_config: KVCacheConfig  # agreed by all ranks
     hosts: Sequence[str] = ()  # name of each rank's host
     host_memory: Sequence[HostMemory] = ()  # offload slots of the ranks that hold KV, if blocks are offloaded
 
@@ -57,8 +57,8 @@ class ExecutorBuilder(Protocol):
     def allocate_cache(self, num_blocks: int, num_slots: int) -> list[CacheReady]:
         """Allocate the KV cache on all ranks, and slots of host memory."""
 
-    def build_executor(self, layout: KVCacheConfig) -> Executor:
-        """Build the executor, which then owns the workers. layout: that of the rank with the largest blocks."""
+    def build_executor(self, kv_cache_config: KVCacheConfig) -> Executor:
+        """Build the executor, which then owns the workers. kv_cache_config: of the rank with the largest blocks."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the workers if there will be no executor. error: the reason."""
@@ -71,7 +71,7 @@ class DPSyncExecutor(Executor):
         self.executor = executor
         self.sync = sync
         self.depth = executor.depth
-        self.layout = executor.layout
+        self.kv_cache_config = executor.kv_cache_config
         self.hosts = executor.hosts
         self.host_memory = executor.host_memory
 

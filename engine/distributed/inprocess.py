@@ -64,12 +64,12 @@ class InProcessExecutorBuilder(ExecutorBuilder):
 
     def allocate_cache(self, num_blocks: int, num_slots: int) -> list[CacheReady]:
         assert self._worker is not None, "load first"
-        layout = self._worker.allocate(num_blocks, num_slots)
-        return [CacheReady(layout, self._worker.host_memory)]
+        kv_cache_config = self._worker.allocate(num_blocks, num_slots)
+        return [CacheReady(kv_cache_config, self._worker.host_memory)]
 
-    def build_executor(self, layout: KVCacheConfig) -> InProcessExecutor:
+    def build_executor(self, kv_cache_config: KVCacheConfig) -> InProcessExecutor:
         assert self._worker is not None, "load first"
-        return InProcessExecutor(self._config, self._worker, layout, self._expert_groups)
+        return InProcessExecutor(self._config, self._worker, kv_cache_config, self._expert_groups)
 
     def close(self, error: BaseException | None = None) -> None:
         """Nothing outlives the process."""
@@ -94,10 +94,12 @@ class LocalStepFuture(Future[StepResult]):
 class InProcessExecutor(Executor):
     """Runs steps on one worker in this process."""
 
-    def __init__(self, config: Config, worker: Worker, layout: KVCacheConfig, shared_memory: object = None) -> None:
+    def __init__(
+        self, config: Config, worker: Worker, kv_cache_config: KVCacheConfig, shared_memory: object = None
+    ) -> None:
         """shared_memory: kept alive for other engines."""
         self.depth = 2 if config.async_scheduling else 1
-        self.layout = layout
+        self.kv_cache_config = kv_cache_config
         self._worker = worker
         self._shared_memory = shared_memory
 

@@ -61,7 +61,7 @@ class LoadDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class CacheReady(msgspec.Struct, tag=True, frozen=True):
-    layout: KVCacheConfig
+    kv_cache_config: KVCacheConfig
     host_memory: HostMemory | None = None  # see `Worker.host_memory`
 
 

@@ -139,9 +139,9 @@ class MpExecutorBuilder(ExecutorBuilder):
             self._worker_group.send(rank, messages.AllocateCache(num_blocks, num_slots))
         return self._worker_group.gather(messages.CacheReady, START_SECONDS)
 
-    def build_executor(self, layout: KVCacheConfig) -> MpExecutor:
+    def build_executor(self, kv_cache_config: KVCacheConfig) -> MpExecutor:
         self._worker_group.watch(self._setup.close)
-        return MpExecutor(self._config, self._worker_group, self._setup, layout, self._shared_memory)
+        return MpExecutor(self._config, self._worker_group, self._setup, kv_cache_config, self._shared_memory)
 
     def close(self, error: BaseException | None = None) -> None:
         self._setup.close()
@@ -168,14 +168,14 @@ class MpExecutor(Executor):
         config: Config,
         worker_group: WorkerGroup,
         setup: RankSetup,
-        layout: KVCacheConfig,
+        kv_cache_config: KVCacheConfig,
         shared_memory: object = None,
     ) -> None:
         """worker_group: watched, ended by `close`. shared_memory: kept alive for other engines."""
         self.depth = 2 if config.async_scheduling else config.pipeline_parallel_size
         if config.device == "cuda" and config.pipeline_parallel_size > 1:
             self.depth += 1  # a stage has the next step before the host has the ids of the previous one
-        self.layout = layout
+        self.kv_cache_config = kv_cache_config
         self._worker_group = worker_group
         self._setup = setup
         self._shared_memory = shared_memory

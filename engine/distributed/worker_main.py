@@ -118,8 +118,8 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     connection.send(messages.LoadDone(worker.num_blocks, worker.weight_bytes, worker.threads, worker.num_slots))
 
     request = connection.receive(messages.AllocateCache)
-    layout = worker.allocate(request.num_blocks, request.num_slots)
-    connection.send(messages.CacheReady(layout, worker.host_memory))
+    kv_cache_config = worker.allocate(request.num_blocks, request.num_slots)
+    connection.send(messages.CacheReady(kv_cache_config, worker.host_memory))
     gc.freeze()  # otherwise each full collection traverses all modules, which takes longer than a step
     run_steps(
         worker,

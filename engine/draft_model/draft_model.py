@@ -31,7 +31,7 @@ class DraftModel:
         self,
         config: Config,
         worker: Worker,
-        layout: KVCacheConfig,
+        kv_cache_config: KVCacheConfig,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -44,7 +44,9 @@ class DraftModel:
         self._max_chunk = config.max_num_batched_tokens
         self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
         self._clock = clock
-        self.sequences = DraftSequences(layout.groups, layout.num_blocks, config.max_num_seqs, self.keeps_guesses)
+        self.sequences = DraftSequences(
+            kv_cache_config.groups, kv_cache_config.num_blocks, config.max_num_seqs, self.keeps_guesses
+        )
 
     def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
         kept = {target.request.id for target, _ in wanted}

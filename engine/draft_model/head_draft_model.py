@@ -55,13 +55,13 @@ class HeadDraftModel(DraftModel):
         self,
         config: Config,
         worker: Worker,
-        layout: KVCacheConfig,
+        kv_cache_config: KVCacheConfig,
         vocab_size: int,
         head: DraftHead,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """head: what the worker computes. The other arguments are those of `DraftModel`."""
-        super().__init__(config, worker, layout, vocab_size, **({} if clock is None else {"clock": clock}))
+        super().__init__(config, worker, kv_cache_config, vocab_size, **({} if clock is None else {"clock": clock}))
         self._head = head
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)

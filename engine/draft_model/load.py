@@ -45,22 +45,22 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
         load_decoder = None if draft.eagle is None and draft.mtp is None else load_this_head
         shard = build_rank_shard(draft.spec, config, 0)
         worker = Worker(config, draft.spec, draft.weights, shard, groups, load_decoder)
-        layout = worker.allocate(worker.num_blocks)
+        kv_cache_config = worker.allocate(worker.num_blocks)
     except (CapacityError, ModelError) as error:
         raise type(error)(f"--speculative-config: the draft model in {config.directory}: {error}") from None
-    tokens = kv_cache.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens)
+    tokens = kv_cache.cache_tokens(kv_cache_config, config.max_model_len, config.max_num_batched_tokens)
     logger.info(
         "%s %s (%s): %s of weights, %s of KV cache for %s tokens",
         "Draft model" if draft.mtp is None else "MTP layer of",
         config.directory,
         draft.spec.architecture,
         kv_cache.format_bytes(worker.weight_bytes),
-        kv_cache.format_bytes(layout.num_bytes),
+        kv_cache.format_bytes(kv_cache_config.num_bytes),
         f"{tokens:,}",
     )
     if heads:
-        return HeadDraftModel(config, worker, layout, served.vocab_size, heads[0])
-    return DraftModel(config, worker, layout, served.vocab_size)
+        return HeadDraftModel(config, worker, kv_cache_config, served.vocab_size, heads[0])
+    return DraftModel(config, worker, kv_cache_config, served.vocab_size)
 
 
 def _find_free_memory(served: Config) -> int:

@@ -42,7 +42,7 @@ IRRELEVANT = (
 )
 
 
-def find_identity(config: Config, layout: KVCacheConfig, memory: Sequence[HostMemory], digests: Path) -> str:
+def find_identity(config: Config, kv_cache_config: KVCacheConfig, memory: Sequence[HostMemory], digests: Path) -> str:
     """Hash the checkpoint's files, the settings, the block layout, the versions and the instruction set.
 
     memory: of the ranks. digests: a directory that caches the hashes of files, because reading all weights takes a
@@ -59,7 +59,7 @@ def find_identity(config: Config, layout: KVCacheConfig, memory: Sequence[HostMe
         "kernels": library.find_variant(),
         "settings": settings,
         "expert_engines": config.expert_engines,
-        "groups": [asdict(group) for group in layout.groups],
+        "groups": [asdict(group) for group in kv_cache_config.groups],
         "block_bytes": [rank.block_bytes for rank in memory],
         "files": {path.name: _find_digest(path, digests) for path in paths},
     }

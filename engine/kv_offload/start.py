@@ -14,7 +14,7 @@ from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 SHARE_OF_FREE = 0.5  # share of the disk's free bytes for blocks without --kv-offload-dir-size
 
 
-def open_store(config: Config, layout: KVCacheConfig, memory: Sequence[HostMemory]) -> DiskBlockStore | None:
+def open_store(config: Config, kv_cache_config: KVCacheConfig, memory: Sequence[HostMemory]) -> DiskBlockStore | None:
     """Return None if no blocks go to disk. memory: the slots of the ranks. Raises OptionError for a bad directory."""
     if config.kv_offload_dir is None or not memory:
         return None
@@ -30,7 +30,7 @@ def open_store(config: Config, layout: KVCacheConfig, memory: Sequence[HostMemor
         raise OptionError(f"--kv-offload-dir {directory}: {error.strerror}") from None
     return DiskBlockStore(
         directory,
-        lambda: find_identity(config, layout, memory, directory / "digests"),
+        lambda: find_identity(config, kv_cache_config, memory, directory / "digests"),
         memory,
         config.kv_offload_dir_size or int(SHARE_OF_FREE * free),
     )

@@ -23,11 +23,11 @@ NUM_TRIALS = 5  # trial copies of a block, of which the fastest counts
 class HostBlocks:
     """The slots of one rank."""
 
-    def __init__(self, caches: Sequence[Tensor], layout: KVCacheConfig, num_slots: int) -> None:
+    def __init__(self, caches: Sequence[Tensor], kv_cache_config: KVCacheConfig, num_slots: int) -> None:
         """caches: as from `allocate_cache`, at least one. num_slots: the same on all ranks."""
-        size = layout.block_bytes
+        size = kv_cache_config.block_bytes
         self._blocks = torch.empty(0, dtype=torch.uint8, device=caches[0].device)
-        self._blocks.set_(caches[0].untyped_storage(), 0, (layout.num_blocks, size), (size, 1))
+        self._blocks.set_(caches[0].untyped_storage(), 0, (kv_cache_config.num_blocks, size), (size, 1))
         self._memory = SharedMemory.create(SLOTS_OFFSET + num_slots * size)
         slots = torch.frombuffer(self._memory.bytes, dtype=torch.uint8, offset=SLOTS_OFFSET)
         self._slots = slots.view(num_slots, size)

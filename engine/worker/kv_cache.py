@@ -135,31 +135,34 @@ def plan_cache(
     # candidates: bytes per `block_size` tokens that one group after another fills completely
     candidates = sorted(size << (-(-max(sizes) // size) - 1).bit_length() for size in sizes)
 
-    def build_layout(bytes_per_slot: int) -> KVCacheConfig:
+    def build_config(bytes_per_slot: int) -> KVCacheConfig:
         group_specs = []
         for size, group in zip(sizes, model_groups, strict=True):
             power = (bytes_per_slot // size).bit_length() - 1
             group_specs.append(KVCacheSpec(block_size << power, group.sliding_window, group.chunked))
         return KVCacheConfig(tuple(group_specs), bytes_per_slot * block_size, 0)
 
-    layouts = [layout for layout in map(build_layout, candidates) if all(map(_has_whole_chunks, layout.groups))]
-    if not layouts:
+    configs = [one for one in map(build_config, candidates) if all(map(_has_whole_chunks, one.groups))]
+    if not configs:
         chunk = next(group.sliding_window for group in model_groups if group.chunked)
         raise OptionError(
             f"--block-size {block_size}: some layers attend within chunks of {chunk} tokens, which must be "
             f"whole blocks; choose a smaller size, or --max-model-len {chunk}"
         )
-    best = min(layouts, key=lambda layout: layout.block_bytes * layout.blocks_per_request(max_model_len, max_chunk))
+    best = min(configs, key=lambda one: one.block_bytes * one.blocks_per_request(max_model_len, max_chunk))
     block_bytes = cache_format.element_bytes
     for group_spec, group in zip(best.groups, rank_groups, strict=True):
         block_bytes = max(block_bytes, group_spec.block_size * bytes_per_token(group, cache_format))
-    layout = KVCacheConfig(best.groups, block_bytes, 0)
+    kv_cache_config = KVCacheConfig(best.groups, block_bytes, 0)
     if states is not None:
         blocks_per_state = max(1, -(-states.of_model // best.block_bytes))
-        layout = replace(
-            layout, state_bytes=states.of_rank, max_states=states.max_num_seqs, blocks_per_state=blocks_per_state
+        kv_cache_config = replace(
+            kv_cache_config,
+            state_bytes=states.of_rank,
+            max_states=states.max_num_seqs,
+            blocks_per_state=blocks_per_state,
         )
-    return layout.fill(num_bytes)
+    return kv_cache_config.fill(num_bytes)
 
 
 def _has_whole_chunks(group: KVCacheSpec) -> bool:
@@ -213,33 +216,33 @@ def check_ranks(num_ranks: int, free: int) -> None:
         )
 
 
-def check_capacity(layout: KVCacheConfig, max_model_len: int, max_chunk: int, device: str) -> None:
+def check_capacity(kv_cache_config: KVCacheConfig, max_model_len: int, max_chunk: int, device: str) -> None:
     """Log the capacity. Raise CapacityError if not even one request of full length fits."""
-    if not layout.groups:
+    if not kv_cache_config.groups:
         logger.info("No KV cache: the model computes each prompt in one step")
         return
-    needed = layout.blocks_per_request(max_model_len, max_chunk)
-    tokens = cache_tokens(layout, max_model_len, max_chunk)
-    if layout.num_blocks < needed:
+    needed = kv_cache_config.blocks_per_request(max_model_len, max_chunk)
+    tokens = cache_tokens(kv_cache_config, max_model_len, max_chunk)
+    if kv_cache_config.num_blocks < needed:
         raise CapacityError(
             f"the KV cache has room for {tokens:,} tokens, but one request may need {max_model_len:,}: "
             f"lower --max-model-len to at most {max(tokens, 1)}, or raise --kv-cache-memory from "
-            f"{layout.num_bytes:,} to at least {replace(layout, num_blocks=needed).num_bytes:,} bytes"
+            f"{kv_cache_config.num_bytes:,} to at least {replace(kv_cache_config, num_blocks=needed).num_bytes:,} bytes"
         )
     for line in (
-        *states_lines(layout),
-        *capacity_lines(tokens, find_concurrency(layout, needed), max_model_len, device),
+        *states_lines(kv_cache_config),
+        *capacity_lines(tokens, find_concurrency(kv_cache_config, needed), max_model_len, device),
     ):
         logger.info(line)
 
 
-def check_offload(layouts: Sequence[KVCacheConfig], num_bytes: int | None) -> None:
+def check_offload(kv_cache_configs: Sequence[KVCacheConfig], num_bytes: int | None) -> None:
     """Log how much fits into --kv-offload-memory. num_bytes: of each rank; None: not given. Raise CapacityError if not
     even one block fits."""
     if num_bytes is None:
         return
-    num_slots = layouts[0].num_slots
-    block_bytes = max(layout.block_bytes for layout in layouts)
+    num_slots = kv_cache_configs[0].num_slots
+    block_bytes = max(one.block_bytes for one in kv_cache_configs)
     if not num_slots:
         raise CapacityError(
             f"--kv-offload-memory: a block of the KV cache takes {block_bytes:,} bytes, so {num_bytes:,} hold none"
@@ -251,11 +254,11 @@ def check_offload(layouts: Sequence[KVCacheConfig], num_bytes: int | None) -> No
     )
 
 
-def states_lines(layout: KVCacheConfig) -> list[str]:
+def states_lines(kv_cache_config: KVCacheConfig) -> list[str]:
     """Empty for a model without states."""
-    if not layout.max_states:
+    if not kv_cache_config.max_states:
         return []
-    sizes = f"{layout.num_states} of {format_bytes(layout.state_bytes)} per rank"
+    sizes = f"{kv_cache_config.num_states} of {format_bytes(kv_cache_config.state_bytes)} per rank"
     return [f"States of linear attention, one for each running sequence: {sizes}"]
 
 
@@ -278,19 +281,19 @@ def format_bytes(num_bytes: int) -> str:
     return f"{mebibytes:.2f} MiB" if abs(mebibytes) < 1024 else f"{mebibytes / 1024:,.2f} GiB"
 
 
-def find_concurrency(layout: KVCacheConfig, blocks_per_request: int) -> float:
+def find_concurrency(kv_cache_config: KVCacheConfig, blocks_per_request: int) -> float:
     """Requests of full length that fit at the same time."""
-    concurrency = layout.num_blocks / blocks_per_request
-    return min(concurrency, layout.num_states) if layout.max_states else concurrency
+    concurrency = kv_cache_config.num_blocks / blocks_per_request
+    return min(concurrency, kv_cache_config.num_states) if kv_cache_config.max_states else concurrency
 
 
-def cache_tokens(layout: KVCacheConfig, max_model_len: int, max_chunk: int) -> int:
+def cache_tokens(kv_cache_config: KVCacheConfig, max_model_len: int, max_chunk: int) -> int:
     """Number of tokens that fit, in requests of full length (with sliding windows, a token may need less); 0 without
     KV."""
-    if not layout.groups:
+    if not kv_cache_config.groups:
         return 0
-    tokens = layout.num_blocks * max_model_len // layout.blocks_per_request(max_model_len, max_chunk)
-    return min(tokens, layout.num_states * max_model_len) if layout.max_states else tokens
+    tokens = kv_cache_config.num_blocks * max_model_len // kv_cache_config.blocks_per_request(max_model_len, max_chunk)
+    return min(tokens, kv_cache_config.num_states * max_model_len) if kv_cache_config.max_states else tokens
 
 
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

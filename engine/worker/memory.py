@@ -50,7 +50,7 @@ def check_fp8_cache(device: torch.device) -> None:
 
 
 def allocate_cache(
-    layout: KVCacheConfig,
+    kv_cache_config: KVCacheConfig,
     groups: Sequence[KVGroup],
     dtype: torch.dtype,
     device: torch.device,
@@ -65,24 +65,24 @@ def allocate_cache(
     FlashAttention may read rows that no query sees and give them the weight 0, and 0 * NaN is NaN. states: layer ->
     float32 numbers of a sequence's state.
     """
-    block_elements = layout.block_bytes // dtype.itemsize
-    buffer = torch.empty(layout.num_blocks * block_elements, dtype=dtype, device=device)
+    block_elements = kv_cache_config.block_bytes // dtype.itemsize
+    buffer = torch.empty(kv_cache_config.num_blocks * block_elements, dtype=dtype, device=device)
     if device.type == "cpu":
         use_huge_pages(buffer)
-        if layout.num_bytes <= CPU_SMALLEST:
+        if kv_cache_config.num_bytes <= CPU_SMALLEST:
             buffer.fill_(0)
     elif device.type == "cuda":
         buffer.fill_(0)
     caches = {
-        layer: torch.empty((layout.num_states, count), dtype=torch.float32, device=device)
+        layer: torch.empty((kv_cache_config.num_states, count), dtype=torch.float32, device=device)
         for layer, count in states.items()
     }
-    for group, group_spec in zip(groups, layout.groups, strict=True):
+    for group, group_spec in zip(groups, kv_cache_config.groups, strict=True):
         block_size = group_spec.block_size
         head_elements = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)
         parts = 1 if group.is_latent else 2
         part_elements = group.num_kv_heads * block_size * head_elements
-        shape = (layout.num_blocks, parts, group.num_kv_heads, block_size, head_elements)
+        shape = (kv_cache_config.num_blocks, parts, group.num_kv_heads, block_size, head_elements)
         strides = (block_elements, part_elements, block_size * head_elements, head_elements, 1)
         for index, layer in enumerate(group.layers):
             caches[layer] = buffer.as_strided(shape, strides, index * parts * part_elements)
@@ -103,46 +103,50 @@ def count_held_bytes(model: object, without: Iterable[object] = ()) -> int:
     return sum(sizes.values())
 
 
-def find_free_gpu_memory(config: Config, runner: ModelRunner, layout: KVCacheConfig, device: torch.device) -> int:
+def find_free_gpu_memory(
+    config: Config, runner: ModelRunner, kv_cache_config: KVCacheConfig, device: torch.device
+) -> int:
     """Bytes for the KV cache, found by running the largest steps.
 
     That is this rank's share of the GPU minus the memory of other processes, of the weights, of these steps and of the
-    graphs of decode steps. runner, layout: with a small cache, which does not count as used.
+    graphs of decode steps. runner, kv_cache_config: with a small cache, which does not count as used.
     """
     gc.collect()  # freed, but still cached after loading
     before = torch.cuda.memory_allocated(device)
     peaks = []
-    for step in build_largest_steps(config, runner, layout):
+    for step in build_largest_steps(config, runner, kv_cache_config):
         torch.cuda.reset_peak_memory_stats(device)
         runner.run_dummy(step)
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     needed = max(peaks) if runner.graphs is None else peaks[0] + max(peaks[1:])  # captured steps have their own memory
-    held = before - layout.num_bytes
+    held = before - kv_cache_config.num_bytes
     torch.cuda.empty_cache()
     held_by_others = _count_unreserved_bytes(device)
     if runner.graphs is not None:
-        needed += _measure_graphs(runner, runner.graphs, layout, device)
+        needed += _measure_graphs(runner, runner.graphs, kv_cache_config, device)
     _, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * config.gpu_memory_utilization) - held_by_others - held - needed)
 
 
-def build_largest_steps(config: Config, runner: ModelRunner, layout: KVCacheConfig) -> list[SchedulerOutput]:
+def build_largest_steps(config: Config, runner: ModelRunner, kv_cache_config: KVCacheConfig) -> list[SchedulerOutput]:
     """The largest step of prompts, of decodes, and, if there are graphs, of both that is captured."""
     longest_prompt = min(config.max_num_batched_tokens, config.max_model_len - 1)
     steps = [[longest_prompt], [1] * config.max_num_seqs]
     if runner.graphs is not None:
         num_decodes = min(config.max_num_seqs, MIXED_TOKENS[-1]) - 1
         steps.append([min(MIXED_TOKENS[-1] - num_decodes, longest_prompt), *[1] * num_decodes])
-    return [build_dummy_batch(counts, layout.groups) for counts in steps]
+    return [build_dummy_batch(counts, kv_cache_config.groups) for counts in steps]
 
 
-def _measure_graphs(runner: ModelRunner, graphs: GraphRunner, layout: KVCacheConfig, device: torch.device) -> int:
+def _measure_graphs(
+    runner: ModelRunner, graphs: GraphRunner, kv_cache_config: KVCacheConfig, device: torch.device
+) -> int:
     """Bytes that the driver allocates per graph size, outside torch's memory. Captures the two largest decode steps,
     because the first one may include allocations that all graphs share."""
     taken = []
     for size in graphs.decode_sizes[:-3:-1]:
         before = _count_unreserved_bytes(device)
-        runner.capture_dummy(build_dummy_batch([1] * size, layout.groups))
+        runner.capture_dummy(build_dummy_batch([1] * size, kv_cache_config.groups))
         taken.append(max(0, _count_unreserved_bytes(device) - before))
     return taken[0] + taken[-1] * (graphs.num_sizes - 1)
 

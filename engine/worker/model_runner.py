@@ -47,7 +47,7 @@ class ModelRunner:
         config: Config,
         decoder: RunnableModel,
         caches: Sequence[Tensor],
-        layout: KVCacheConfig,
+        kv_cache_config: KVCacheConfig,
         vocabulary: VocabParallelLogits,
         shard: Shard,
         adapters: AdapterLoader | None = None,
@@ -67,9 +67,9 @@ class ModelRunner:
         self._max_model_len = config.max_model_len
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
-        self._has_states = layout.max_states > 0
+        self._has_states = kv_cache_config.max_states > 0
         self._needs_device_lengths = device.type != "cpu" or decoder.capturable
-        self._input_batch = InputBatch(layout.groups, config.max_num_seqs, config.max_model_len)
+        self._input_batch = InputBatch(kv_cache_config.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
         self._sampler = build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
         self.graphs: GraphRunner | None = None
@@ -81,7 +81,7 @@ class ModelRunner:
                 self._compute_logits,
                 CudaCapture(device) if capture is None else capture,
                 self._copier,
-                layout.groups,
+                kv_cache_config.groups,
                 config.max_num_seqs,
                 config.max_model_len,
                 shard.is_last,

@@ -35,18 +35,18 @@ KINDS = (  # each needs different kernels, alone and combined with others
 logger = logging.getLogger(__name__)
 
 
-def compile_kernels(runner: ModelRunner, config: Config, layout: KVCacheConfig, threads: int) -> None:
+def compile_kernels(runner: ModelRunner, config: Config, kv_cache_config: KVCacheConfig, threads: int) -> None:
     """Compile the kernels of the largest steps, of those of `warm_up` (of one sequence for a model with states) and of
     sizes that are powers of two, in `threads` threads. Matrix products are really computed, so that their library loads
-    the kernels for these sizes. All ranks call this. runner: captures nothing, and cannot be used afterwards. layout:
-    one block is enough."""
+    the kernels for these sizes. All ranks call this. runner: captures nothing, and cannot be used afterwards.
+    kv_cache_config: one block is enough."""
     from serve_llm.kernels.triton.compile_ahead import compile_ahead  # on GPUs only
 
     began = time.perf_counter()
     with compile_ahead(threads), torch.inference_mode():
-        for step in build_largest_steps(config, runner, layout):
+        for step in build_largest_steps(config, runner, kv_cache_config):
             runner.run_dummy(step)
-        for step in _list_steps(config, layout):
+        for step in _list_steps(config, kv_cache_config):
             runner.start(step).finish()
         if runner.graphs is not None and config.pipeline_parallel_size == 1:
             for descriptor in choose_descriptors(runner.graphs):
@@ -63,17 +63,17 @@ def choose_descriptors(graphs: GraphRunner) -> list[BatchDescriptor]:
     ]
 
 
-def _list_steps(config: Config, layout: KVCacheConfig) -> list[SchedulerOutput]:
+def _list_steps(config: Config, kv_cache_config: KVCacheConfig) -> list[SchedulerOutput]:
     """The warm-up steps; none for a model that generates no text."""
     if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
         return []
-    max_num_seqs = layout.count_sequences(config.max_num_seqs)
-    return list(build_warm_up_steps(layout.groups, max_num_seqs, config.max_loras > 0))
+    max_num_seqs = kv_cache_config.count_sequences(config.max_num_seqs)
+    return list(build_warm_up_steps(kv_cache_config.groups, max_num_seqs, config.max_loras > 0))
 
 
-def warm_up(runner: ModelRunner, config: Config, layout: KVCacheConfig) -> None:
+def warm_up(runner: ModelRunner, config: Config, kv_cache_config: KVCacheConfig) -> None:
     """Run the steps. All ranks call this. Does nothing for a model that generates no text."""
-    steps = _list_steps(config, layout)
+    steps = _list_steps(config, kv_cache_config)
     if not steps:
         return
     began = time.perf_counter()

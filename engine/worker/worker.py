@@ -106,29 +106,29 @@ class Worker:
             logger.warning("Steps are not captured as graphs, because the experts of another rank cannot be captured")
         self._balancer: ExpertBalancer | None = None
         with oom.translate_oom(CapacityError, "while trying a step of the largest size"):
-            self._layout = self._plan_cache()
-        self.num_blocks = self._layout.num_blocks
-        self.num_slots = (config.kv_offload_memory or 0) // self._layout.block_bytes
+            self._kv_cache_config = self._plan_cache()
+        self.num_blocks = self._kv_cache_config.num_blocks
+        self.num_slots = (config.kv_offload_memory or 0) // self._kv_cache_config.block_bytes
         self._host_blocks: HostBlocks | None = None
 
     def allocate(self, num_blocks: int, num_slots: int = 0) -> KVCacheConfig:
         """Allocate the KV cache, and host memory slots for blocks evicted from it. num_blocks, num_slots: the smallest
         of all ranks."""
-        self._layout = replace(self._layout, num_blocks=num_blocks, num_slots=num_slots)
+        self._kv_cache_config = replace(self._kv_cache_config, num_blocks=num_blocks, num_slots=num_slots)
         if self._adapters is not None:
             self._adapters.layers.allocate_slots()
         if self._config.device == "cpu":
             keep_freed_memory()
         with oom.translate_oom(CapacityError, "while allocating the KV cache"):
-            self._runner = self._build_runner(self._layout)
+            self._runner = self._build_runner(self._kv_cache_config)
             if num_slots and self._runner.caches:
-                self._host_blocks = HostBlocks(self._runner.caches, self._layout, num_slots)
+                self._host_blocks = HostBlocks(self._runner.caches, self._kv_cache_config, num_slots)
         if self._config.device == "cuda":
             with oom.translate_oom(CapacityError, "while trying the first steps"):
-                warm_up(self._runner, self._config, self._layout)
+                warm_up(self._runner, self._config, self._kv_cache_config)
         if self._config.eplb is not None and isinstance(self._decoder, Decoder):
             self._balancer = ExpertBalancer(self._decoder.dispatches, self._config.eplb, self._device)
-        return self._layout
+        return self._kv_cache_config
 
     @property
     def host_memory(self) -> HostMemory | None:
@@ -153,12 +153,12 @@ class Worker:
         """See `InputBatch.forget_ids`."""
         self._runner.forget_ids(req_index, num_ids)
 
-    def _build_runner(self, layout: KVCacheConfig, capture: Capture | None = None) -> ModelRunner:
-        caches = allocate_cache(layout, self._kv_groups, self._cache_dtype, self._device, self._state_counts)
-        if not layout.groups:
+    def _build_runner(self, kv_cache_config: KVCacheConfig, capture: Capture | None = None) -> ModelRunner:
+        caches = allocate_cache(kv_cache_config, self._kv_groups, self._cache_dtype, self._device, self._state_counts)
+        if not kv_cache_config.groups:
             caches = [torch.empty(0, dtype=self._dtype, device=self._device)] * len(self._shard.layers)
         return ModelRunner(
-            self._config, self._decoder, caches, layout, self._vocabulary, self._shard, self._adapters, capture
+            self._config, self._decoder, caches, kv_cache_config, self._vocabulary, self._shard, self._adapters, capture
         )
 
     def _load(self, spec: ModelSpec, weights: WeightMap) -> None:
@@ -309,11 +309,11 @@ class Worker:
         torch.cuda.empty_cache()
         return plan(max(0, free - adapter_bytes))
 
-    def _compile_kernels(self, layout: KVCacheConfig) -> None:
-        """Compile Triton's kernels in parallel, with a separate runner. layout: of one block."""
+    def _compile_kernels(self, kv_cache_config: KVCacheConfig) -> None:
+        """Compile Triton's kernels in parallel, with a separate runner. kv_cache_config: of one block."""
         threads = max(1, self.threads.cores // self.threads.local_ranks)
         decoder = self._decoder
         with decoder.skip_similar_layers() if isinstance(decoder, Decoder) else contextlib.nullcontext():
-            compile_kernels(self._build_runner(layout, run_eagerly), self._config, layout, threads)
+            compile_kernels(self._build_runner(kv_cache_config, run_eagerly), self._config, kv_cache_config, threads)
         gc.collect()  # a runner and its graphs refer to each other
         torch.cuda.empty_cache()

@@ -158,7 +158,7 @@ def build_engine(streams: int, watch: Stopwatch) -> EngineCore:
         async_scheduling=True,
         enforce_eager=False,
     )
-    layout = KVCacheConfig(
+    kv_cache_config = KVCacheConfig(
         (KVCacheSpec(BLOCK_SIZE, None),), block_bytes=1, num_blocks=streams * MAX_MODEL_LEN // BLOCK_SIZE
     )
     kernels = PlayedSampling(streams)
@@ -167,9 +167,11 @@ def build_engine(streams: int, watch: Stopwatch) -> EngineCore:
         mock.patch.object(model_runner, "CudaCapture", PlayedCapture),
         mock.patch.object(choose, "choose_device_sampling", lambda device: kernels),
     ):
-        played = ModelRunner(config, PlayedModel(streams), [], layout, vocabulary, Shard(ParallelLayout(), 0, range(1)))
+        played = ModelRunner(
+            config, PlayedModel(streams), [], kv_cache_config, vocabulary, Shard(ParallelLayout(), 0, range(1))
+        )
     worker = PlayedWorker(played, watch)
-    engine = EngineCore(config, InProcessExecutor(config, worker, layout))  # type: ignore[arg-type]
+    engine = EngineCore(config, InProcessExecutor(config, worker, kv_cache_config))  # type: ignore[arg-type]
     engine._budget = TokenBudget(config.max_num_batched_tokens, None)  # as on a GPU
     missing = time_calls(engine, watch, CALLS)
     assert not missing, f"there is no {missing} to put a timer around"

@@ -64,7 +64,7 @@ def main() -> None:
     longest = given.first + given.more * (given.turns - 1)
     max_model_len = longest + BLOCK_SIZE
     sizes = {"max_model_len": max_model_len, "max_num_seqs": 4, "block_size": BLOCK_SIZE}
-    block_bytes = make_engine(model, **sizes, load_format="dummy").layout.block_bytes
+    block_bytes = make_engine(model, **sizes, load_format="dummy").kv_cache_config.block_bytes
     needed = given.conversations * -(-longest // BLOCK_SIZE) * block_bytes
     sizes["kv_cache_memory"] = max(needed // CACHE_SHARE, -(-max_model_len // BLOCK_SIZE) * block_bytes)
     with tempfile.TemporaryDirectory() as folder:

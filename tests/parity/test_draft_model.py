@@ -90,7 +90,7 @@ def test_preemption_and_replay(tmp_path: Path) -> None:
     options = {"max_model_len": 112, "max_num_batched_tokens": 30}
     roomy = make_engine(directory, **(OFF | options))
     expected = generate(roomy, requests)
-    memory = (roomy.layout.blocks_per_request(112, 30) + 6) * roomy.layout.block_bytes
+    memory = (roomy.kv_cache_config.blocks_per_request(112, 30) + 6) * roomy.kv_cache_config.block_bytes
     small = draft_freely(make_engine(directory, **(on | options), kv_cache_memory=memory))
     assert_equal(generate(small, requests, ARRIVALS), expected)
     check(small)

@@ -172,7 +172,7 @@ def test_preemption_and_replay(llama: Case) -> None:
     options = {"max_model_len": 112, "max_num_batched_tokens": 30}
     roomy = make_engine(llama.directory, **(OFF | options))
     expected = generate(roomy, llama.requests)
-    memory = (roomy.layout.blocks_per_request(112, 30) + 6) * roomy.layout.block_bytes
+    memory = (roomy.kv_cache_config.blocks_per_request(112, 30) + 6) * roomy.kv_cache_config.block_bytes
     small = draft_freely(make_engine(llama.directory, **(llama.on | options), kv_cache_memory=memory))
     assert_equal(generate(small, llama.requests, ARRIVALS), expected)
     check_head(small)

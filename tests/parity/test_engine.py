@@ -72,7 +72,8 @@ class TestFamily:
         first = check(engine, chosen, expected)
         again = check(engine, chosen, expected, first_id=100)
         assert all(first[n].cached_tokens == 0 for n in range(9))
-        step = max(group.block_size for group in engine.layout.groups)  # a hit ends at a block boundary of every group
+        # A hit ends at a block boundary of every group.
+        step = max(group.block_size for group in engine.kv_cache_config.groups)
         if family in HYBRIDS:
             assert all(result.cached_tokens == 0 for result in again.values())
             return
@@ -91,8 +92,8 @@ class TestFamily:
     def test_with_preemption(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         roomy = engine_of(family, directory, max_model_len=64)
-        blocks = roomy.layout.blocks_per_request(64, 2048) + 3
-        memory = replace(roomy.layout, num_blocks=blocks).num_bytes
+        blocks = roomy.kv_cache_config.blocks_per_request(64, 2048) + 3
+        memory = replace(roomy.kv_cache_config, num_blocks=blocks).num_bytes
         engine = engine_of(family, directory, max_model_len=64, kv_cache_memory=memory)
         check(engine, chosen, expected)
         if family not in HYBRIDS:  # fewer hybrid requests run at a time

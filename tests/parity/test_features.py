@@ -140,7 +140,7 @@ def test_preemption(more: dict[str, object], root: Path) -> None:
     options = OPTIONS | {"max_model_len": 144, "max_loras": 1}
     roomy = make_engine(demo(), **options)
     expected = generate(roomy, requests)
-    small = make_engine(demo(), **(options | more | {"kv_cache_memory": 9 * roomy.layout.block_bytes}))
+    small = make_engine(demo(), **(options | more | {"kv_cache_memory": 9 * roomy.kv_cache_config.block_bytes}))
     if more:
         draft_from(small, requests, expected)
     assert_equal(generate(small, requests), expected)

@@ -81,7 +81,7 @@ def test_a_cache_in_fp8(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = generate(whole, requests, arrivals)
     engine = make_gpu_engine(tmp_path, monkeypatch, **OPTIONS, kv_cache_dtype="fp8")
     assert_same(generate(engine, requests, arrivals), expected)
-    small, large = (each._executor.layout.block_bytes for each in (engine, whole))  # type: ignore[attr-defined]
+    small, large = (each._executor.kv_cache_config.block_bytes for each in (engine, whole))  # type: ignore[attr-defined]
     assert large == 4 * small  # float32
 
 
@@ -133,7 +133,7 @@ def test_greedy_requests_on_three_ranks_exchange_no_whole_rows(tmp_path: Path, m
 
 
 def block_bytes(directory: Path) -> int:
-    return make_engine(directory, **OPTIONS).layout.block_bytes
+    return make_engine(directory, **OPTIONS).kv_cache_config.block_bytes
 
 
 def test_a_request_that_ends_while_its_next_step_is_computed_leaves_nothing_behind(

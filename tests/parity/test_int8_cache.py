@@ -81,8 +81,8 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, head_dim: int, tmp
     alone = generate(roomy, [wanted])[0]
     again = generate(roomy, [wanted])[0]
     assert again.cached_tokens == 16 and logprobs(again) == logprobs(alone)
-    layout = roomy._executor.layout
-    few = (layout.blocks_per_request(64, 64) + 4) * layout.block_bytes
+    kv_cache_config = roomy._executor.kv_cache_config
+    few = (kv_cache_config.blocks_per_request(64, 64) + 4) * kv_cache_config.block_bytes
     for budget, caching, memory in ((64, True, few), (7, True, few), (64, False, few), (64, True, "64MiB")):
         engine = make_engine(
             tmp_path,
@@ -103,7 +103,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, head_dim: int, tmp
 
 def test_the_same_memory_holds_more_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_checkpoint(tmp_path, "llama", dtype="bfloat16", head_dim=64)
-    exact, small = (make_engine(tmp_path, kv_cache_dtype=dtype)._executor.layout for dtype in ("auto", "int8"))
+    exact, small = (make_engine(tmp_path, kv_cache_dtype=dtype)._executor.kv_cache_config for dtype in ("auto", "int8"))
     assert small.block_bytes * 128 == exact.block_bytes * 68
     assert small.num_blocks == (64 << 20) // small.block_bytes
     with caplog.at_level("INFO"):

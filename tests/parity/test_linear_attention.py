@@ -53,7 +53,7 @@ def alone(directory: Path, request: EngineCoreRequest) -> Result:
 
 def small_memory(directory: Path, num_blocks: int, **options: object) -> int:
     """Return the bytes of this many blocks and the states that go with them."""
-    return replace(make_engine(directory, block_size=8, **options).layout, num_blocks=num_blocks).num_bytes
+    return replace(make_engine(directory, block_size=8, **options).kv_cache_config, num_blocks=num_blocks).num_bytes
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_slots_are_freed_by_ends_aborts_and_preemptions(directory: Path) -> None
         max_num_batched_tokens=24,
         kv_cache_memory=small_memory(directory, 16, max_model_len=80),
     )
-    num_states = engine.layout.num_states
+    num_states = engine.kv_cache_config.num_states
     assert 1 < num_states < 16
     assert len(engine.scheduler._running._free_indices) == num_states
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_the_log_says_that_prefix_caching_is_off(directory: Path, caplog: pytest
     engine = make_engine(directory)
     assert "Prefix caching is off: linear attention keeps a state per sequence" in caplog.text
     assert "Prompt lookup is off, because the states of linear attention cannot be taken back" in caplog.text
-    assert f"one for each running sequence: {engine.layout.num_states} of " in caplog.text
+    assert f"one for each running sequence: {engine.kv_cache_config.num_states} of " in caplog.text
 
 
 def test_stacks_of_experts_and_layers_for_drafts(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_steps_with_adapters_are_captured_at_start(root: Path, monkeypatch: pyte
     expected = generate(make_engine(checkpoint, **OPTIONS), requests)
     engine = make_gpu_engine(checkpoint, monkeypatch, **OPTIONS)
     worker = engine._executor._worker  # type: ignore[attr-defined]
-    warm_up(worker._runner, worker._config, worker._layout)
+    warm_up(worker._runner, worker._config, worker._kv_cache_config)
     captured = {size for size in graphs_of(engine)._graphs if size.has_adapters}
     assert {(size.tokens, size.is_mixed) for size in captured} == {(16, True), (1, False)}
     assert_same(generate(engine, requests), expected)

@@ -124,7 +124,7 @@ def test_preemption_and_replay(deepseek: Case) -> None:
     options = {"max_model_len": 112, "max_num_batched_tokens": 30}
     roomy = make_engine(deepseek.directory, **(OFF | options))
     expected = generate(roomy, deepseek.requests)
-    memory = (roomy.layout.blocks_per_request(112, 30) + 6) * roomy.layout.block_bytes
+    memory = (roomy.kv_cache_config.blocks_per_request(112, 30) + 6) * roomy.kv_cache_config.block_bytes
     small = draft_freely(make_engine(deepseek.directory, **(ON | options), kv_cache_memory=memory))
     assert_equal(generate(small, deepseek.requests, ARRIVALS), expected)
     check_head(small)

@@ -104,15 +104,15 @@ def test_first_requests_find_their_kernels_compiled(
     worker = engine._executor._worker  # type: ignore[attr-defined]
     without_waits = [
         step
-        for step in warm_up.build_warm_up_steps(worker._layout.groups, 64)
+        for step in warm_up.build_warm_up_steps(worker._kv_cache_config.groups, 64)
         if all(new.prompt_logprobs is None for new in step.new_requests)
     ]
     monkeypatch.setattr(warm_up, "build_warm_up_steps", lambda *sizes: without_waits)
-    one_block = replace(worker._layout, num_blocks=1)
+    one_block = replace(worker._kv_cache_config, num_blocks=1)
     warm_up.compile_kernels(worker._build_runner(one_block, run_eagerly), worker._config, one_block, 2)
     compiled = len(watch.compiled)
     assert compiled > 20 and not watch.captured
-    warm_up.warm_up(worker._runner, worker._config, worker._layout)
+    warm_up.warm_up(worker._runner, worker._config, worker._kv_cache_config)
     assert watch.compiled[compiled:] == [] and watch.captured
     for number, (length, kind) in enumerate(itertools.product((1, 11, 100, 1500), (*KINDS[:4], {"temperature": 1.0}))):
         ids = [(7 * number + place) % vocab_size for place in range(length)]

@@ -71,9 +71,12 @@ def run(engine: EngineCore, turns: Sequence[Sequence[EngineCoreRequest]]) -> dic
 def small_cache(directory: Path, **options: object) -> dict[str, object]:
     """Return the size of a cache for slightly more than one request of full length."""
     one_rank = {name: value for name, value in options.items() if name in ("kv_cache_dtype", "quantization")}
-    layout = make_engine(directory, **OPTIONS | one_rank).layout
-    num_blocks = layout.blocks_per_request(96, 64) + 2
-    return {"kv_cache_memory": num_blocks * layout.block_bytes, "kv_offload_memory": 60 * layout.block_bytes}
+    kv_cache_config = make_engine(directory, **OPTIONS | one_rank).kv_cache_config
+    num_blocks = kv_cache_config.blocks_per_request(96, 64) + 2
+    return {
+        "kv_cache_memory": num_blocks * kv_cache_config.block_bytes,
+        "kv_offload_memory": 60 * kv_cache_config.block_bytes,
+    }
 
 
 def check(engine: EngineCore, turns: Sequence[Sequence[EngineCoreRequest]], expected: dict[int, Result]) -> None:

@@ -101,8 +101,8 @@ def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> N
 def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     options = {"block_size": 8, "max_model_len": 40, "max_num_batched_tokens": 12, "tensor": 2, "pipeline": 2}
-    layout = make_engine(directory, **options).layout
-    memory = (layout.blocks_per_request(40, 12) + 2) * layout.block_bytes
+    kv_cache_config = make_engine(directory, **options).kv_cache_config
+    memory = (kv_cache_config.blocks_per_request(40, 12) + 2) * kv_cache_config.block_bytes
     engine = make_engine(directory, **options, kv_cache_memory=memory)
     check(generate(engine, wanted), expected)
     assert engine.scheduler.stats().num_preemptions > 0

@@ -86,7 +86,7 @@ def count_cache_bytes(worker: Worker) -> int:
     storages = [cache.untyped_storage() for cache in worker._runner.caches]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     has_kv = any(group.layers for group in worker._kv_groups)
-    return held if has_kv else held + worker._layout.num_blocks * worker._layout.block_bytes
+    return held if has_kv else held + worker._kv_cache_config.num_blocks * worker._kv_cache_config.block_bytes
 
 
 ONE = ParallelLayout()

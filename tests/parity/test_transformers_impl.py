@@ -64,7 +64,7 @@ def test_prompt_logprobs(family: str, tmp_path: Path) -> None:
 def test_windows_give_blocks_back(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "exaone4")
     engine = engine_of(tmp_path, max_num_batched_tokens=16)
-    block_sizes = {group.window: group.block_size for group in engine.layout.groups}
+    block_sizes = {group.window: group.block_size for group in engine.kv_cache_config.groups}
     assert block_sizes.keys() == {21, None}
     prompt = random_ids(200)
     ids, logprobs = reference_greedy(tmp_path, prompt, 20)
@@ -72,7 +72,7 @@ def test_windows_give_blocks_back(tmp_path: Path) -> None:
     assert result.token_ids == ids
     assert all(abs(a.logprob - b) < 1e-3 for a, b in zip(result.logprobs, logprobs, strict=True))
     without_window = sum(-(-220 // block_size) for block_size in block_sizes.values())
-    assert engine.layout.blocks_per_request(220, 16) < 0.7 * without_window
+    assert engine.kv_cache_config.blocks_per_request(220, 16) < 0.7 * without_window
 
 
 @pytest.mark.parametrize(

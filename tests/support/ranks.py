@@ -180,8 +180,8 @@ class ThreadExecutor(Executor):
         )
         num_blocks = min(worker.num_blocks for worker in self.workers)
         num_slots = min(worker.num_slots for worker in self.workers)
-        layouts = [worker.allocate(num_blocks, num_slots) for worker in self.workers]
-        self.layout = max(layouts, key=lambda layout: layout.block_bytes)
+        configs = [worker.allocate(num_blocks, num_slots) for worker in self.workers]
+        self.kv_cache_config = max(configs, key=lambda one: one.block_bytes)
         self.host_memory = [worker.host_memory for worker in self.workers if worker.host_memory is not None]
         self._inboxes: list[Queue[tuple[bytes, Future[list[RunnerOutput]]] | bytes | None]] = [
             Queue() for _ in self.workers

@@ -120,9 +120,9 @@ def offload(here: common.Place, folder: Path) -> None:
     ]
     options: dict[str, object] = {"block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     plain = make_engine(folder, device="cpu", enable_prefix_caching=False, **options)
-    block_bytes = plain.layout.block_bytes
+    block_bytes = plain.kv_cache_config.block_bytes
     small = {
-        "kv_cache_memory": (plain.layout.blocks_per_request(96, 64) + 2) * block_bytes,
+        "kv_cache_memory": (plain.kv_cache_config.blocks_per_request(96, 64) + 2) * block_bytes,
         "kv_offload_memory": 60 * block_bytes,
     }
     engine = make_engine(folder, device=here.device, **options | small)

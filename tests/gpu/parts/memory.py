@@ -59,7 +59,7 @@ def main() -> None:
         return
     after = used_bytes()
     total = torch.cuda.get_device_properties(0).total_memory
-    here.report.measured("KV cache", engine.layout.num_bytes / MIB, "MiB")
+    here.report.measured("KV cache", engine.kv_cache_config.num_bytes / MIB, "MiB")
     here.report.measured("reserved by torch before the first step", before[1] / MIB, "MiB")
     here.report.measured(f"more of it after {len(sizes)} sizes were captured", (after[1] - before[1]) / MIB, "MiB")
     here.report.measured("more of the card, driver included", (after[0] - before[0]) / MIB, "MiB")

@@ -112,7 +112,7 @@ def test_same_output_after_preemption() -> None:
     options = {"max_model_len": 144}
     roomy = make_engine(demo(), **(OPTIONS | options))
     expected = generate(roomy, make_requests())
-    memory = {"kv_cache_memory": 9 * roomy.layout.block_bytes}
+    memory = {"kv_cache_memory": 9 * roomy.kv_cache_config.block_bytes}
     engine = draft_from(make_engine(demo(), **(ON | options | memory)), make_requests(), expected)
     assert_equal(generate(engine, make_requests()), expected)
     assert_drafted(engine)

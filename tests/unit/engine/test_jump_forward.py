@@ -124,7 +124,7 @@ def test_same_output_over_ranks_and_chunks(one_by_one: EngineCore, how: dict[str
 
 def test_same_output_after_preemption(one_by_one: EngineCore) -> None:
     requests = mixed_requests(14)
-    blocks = 9 * one_by_one.layout.block_bytes
+    blocks = 9 * one_by_one.kv_cache_config.block_bytes
     small = make_engine(demo(), **(OPTIONS | {"kv_cache_memory": blocks, "max_model_len": 144}))
     expected = make_engine(demo(), **(OPTIONS | {"max_model_len": 144}), jump_forward=False)
     assert_equal(generate(small, requests), generate(expected, requests))

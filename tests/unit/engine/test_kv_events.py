@@ -65,9 +65,12 @@ def test_a_subscriber_knows_what_is_cached(tmp_path: Path, sockets: ExitStack) -
         "topic": "kv",
     }
     options: dict[str, object] = {"block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 64}
-    layout = make_engine(tmp_path, **options).layout
-    num_blocks = layout.blocks_per_request(96, 64) + 2
-    sizes = {"kv_cache_memory": num_blocks * layout.block_bytes, "kv_offload_memory": 20 * layout.block_bytes}
+    kv_cache_config = make_engine(tmp_path, **options).kv_cache_config
+    num_blocks = kv_cache_config.blocks_per_request(96, 64) + 2
+    sizes = {
+        "kv_cache_memory": num_blocks * kv_cache_config.block_bytes,
+        "kv_offload_memory": 20 * kv_cache_config.block_bytes,
+    }
     engine = make_engine(tmp_path, **options, **sizes, kv_events_config=events)
     sockets.callback(engine.close)
     subscriber = open_socket(sockets, zmq.SUB, f"ipc://{tmp_path}/events")

@@ -21,7 +21,7 @@ from support.config import CONFIG
 class CountingExecutor(Executor):
     """Every sampled id is the number of the step. Results come only when asked for, `depth` steps later."""
 
-    layout = KVCacheConfig((KVCacheSpec(8, None),), block_bytes=64, num_blocks=32)
+    kv_cache_config = KVCacheConfig((KVCacheSpec(8, None),), block_bytes=64, num_blocks=32)
 
     def __init__(self, depth: int, fail_at: int | None = None) -> None:
         self.depth = depth

@@ -174,7 +174,7 @@ def test_same_texts_over_ranks_and_chunks(engine: EngineCore, how: dict[str, int
 
 def test_same_texts_after_preemption(engine: EngineCore) -> None:
     requests = mixed_requests(14)
-    blocks = 9 * engine.layout.block_bytes
+    blocks = 9 * engine.kv_cache_config.block_bytes
     small = make_engine(demo(), **(OPTIONS | {"kv_cache_memory": blocks, "max_model_len": 144}))
     assert_equal(generate(small, requests), generate(engine, requests))
     assert small.scheduler.stats().num_preemptions > 0
@@ -187,7 +187,7 @@ def test_each_grammar_is_compiled_once_while_many_wait(engine: EngineCore, monke
     monkeypatch.setattr(MatcherBuilder, "_build", lambda self, grammar: built.append(grammar) or build(self, grammar))
     monkeypatch.setattr(builder, "RECENT_GRAMMARS", 2)
     grammars = [compile_grammar(regex=f"[a-m]{{{40 + number}}}") for number in range(20)]
-    blocks = 9 * engine.layout.block_bytes
+    blocks = 9 * engine.kv_cache_config.block_bytes
     small = make_engine(demo(), **(OPTIONS | {"kv_cache_memory": blocks, "max_model_len": 144}))
     aborted = constrained(99, compile_grammar(regex="[a-z]+"))
     small.add_requests([aborted])

@@ -89,7 +89,9 @@ def test_the_choices_of_requests_that_are_preempted(engine: EngineCore) -> None:
     ]
     expected = {number: result.token_ids for number, result in generate(engine, requests).items()}
     assert len(set(map(tuple, expected.values()))) > 4
-    small = make_engine(demo(), **(OPTIONS | {"kv_cache_memory": 9 * engine.layout.block_bytes, "max_model_len": 144}))
+    small = make_engine(
+        demo(), **(OPTIONS | {"kv_cache_memory": 9 * engine.kv_cache_config.block_bytes, "max_model_len": 144})
+    )
     assert {number: result.token_ids for number, result in generate(small, requests).items()} == expected
     assert small.scheduler.stats().num_preemptions > 0
 

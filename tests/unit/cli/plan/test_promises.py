@@ -292,7 +292,7 @@ def test_engines_start_in_the_memory_in_which_they_fit(
         sizes = {"tensor": layout[0], "pipeline": layout[1]}
         engine = make_engine(directory, **sizes, kv_cache_memory=None, load_format="dummy", **chosen)
         kv_cache.check_capacity(
-            engine._executor.layout, config.max_model_len, config.max_num_batched_tokens, config.device
+            engine._executor.kv_cache_config, config.max_model_len, config.max_num_batched_tokens, config.device
         )
 
     if plan.fits:

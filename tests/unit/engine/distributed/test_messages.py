@@ -58,14 +58,14 @@ def test_every_message_survives_the_wire() -> None:
         InitWorker(CONFIG, "{}", 4, 1, "info", StepsUrl("tcp://10.0.0.1:6"), rings, span),
         AllocateCache(7, 3),
     ]
-    layout = KVCacheConfig((KVCacheSpec(8, None), KVCacheSpec(16, 37)), 4096, 7)
+    kv_cache_config = KVCacheConfig((KVCacheSpec(8, None), KVCacheSpec(16, 37)), 4096, 7)
     from_rank = [
         messages.build_hello(3),
         WorkerAlive(3),
         ChannelsReady({2: rings}, 4711),
         GroupsReady(),
         LoadDone(9, 1 << 40, CpuThreads(2, "2 cores for 1 rank", 2, 1)),
-        CacheReady(layout, HostMemory(ShmHandle(1, 2, 3), 3, 4096, 0.5)),
+        CacheReady(kv_cache_config, HostMemory(ShmHandle(1, 2, 3), 3, 4096, 0.5)),
     ]
     from_rank += [Failed("ModelError", "x")]
     assert [messages.decode_to_rank(messages.encode(message)) for message in to_rank] == to_rank

@@ -144,7 +144,7 @@ def test_our_own_errors_keep_their_class_and_name_the_rank(ranks: Ranks) -> None
 
 
 def watched(ranks: Ranks) -> tuple[WorkerGroup, threading.Event]:
-    worker_group = hello(ranks, through=(GroupsReady(), LoadDone(1, 8, THREADS), messages.CacheReady(LAYOUT)))
+    worker_group = hello(ranks, through=(GroupsReady(), LoadDone(1, 8, THREADS), messages.CacheReady(KV_CACHE_CONFIG)))
     worker_group.gather(messages.CacheReady, LIMIT)
     noticed = threading.Event()
     worker_group.watch(noticed.set)
@@ -152,7 +152,7 @@ def watched(ranks: Ranks) -> tuple[WorkerGroup, threading.Event]:
 
 
 THREADS = CpuThreads(1, "1 core for 1 rank", 1, 1)
-LAYOUT = messages.KVCacheConfig((), 1, 1)
+KV_CACHE_CONFIG = messages.KVCacheConfig((), 1, 1)
 
 
 def cause(ranks: Ranks, worker_group: WorkerGroup, noticed: threading.Event) -> ServeError:

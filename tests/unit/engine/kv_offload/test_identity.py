@@ -17,7 +17,7 @@ from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
 from support.config import CONFIG
 
-LAYOUT = KVCacheConfig((KVCacheSpec(8, None),), 4096, 7, 3)
+KV_CACHE_CONFIG = KVCacheConfig((KVCacheSpec(8, None),), 4096, 7, 3)
 MEMORY = [HostMemory(ShmHandle(1, 2, 3), 3, 4096, 0.1)]
 
 
@@ -31,8 +31,10 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_what_changes_blocks_changes_the_identity(config: Config, tmp_path: Path) -> None:
-    def identify(config: Config, layout: KVCacheConfig = LAYOUT, memory: list[HostMemory] = MEMORY) -> str:
-        return find_identity(config, layout, memory, tmp_path / "digests")
+    def identify(
+        config: Config, kv_cache_config: KVCacheConfig = KV_CACHE_CONFIG, memory: list[HostMemory] = MEMORY
+    ) -> str:
+        return find_identity(config, kv_cache_config, memory, tmp_path / "digests")
 
     first = identify(config)
     assert identify(config) == first
@@ -44,7 +46,7 @@ def test_what_changes_blocks_changes_the_identity(config: Config, tmp_path: Path
         identify(replace(config, tensor_parallel_size=2)),
         identify(replace(config, load_format="dummy")),
         identify(replace(config, load_format="dummy", seed=config.seed + 1)),
-        identify(config, replace(LAYOUT, groups=(KVCacheSpec(16, None),))),
+        identify(config, replace(KV_CACHE_CONFIG, groups=(KVCacheSpec(16, None),))),
         identify(config, memory=MEMORY * 2),
     }
     weights = Path(config.directory) / "model.safetensors"
@@ -64,4 +66,4 @@ def test_the_settings_that_do_not_count_exist() -> None:
 def test_a_directory_that_cannot_be_made_is_refused(config: Config, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"--kv-offload-dir .*: Not a directory"):
-        open_store(replace(config, kv_offload_dir=str(tmp_path / "file" / "blocks")), LAYOUT, MEMORY)
+        open_store(replace(config, kv_offload_dir=str(tmp_path / "file" / "blocks")), KV_CACHE_CONFIG, MEMORY)

@@ -193,6 +193,6 @@ def test_windows_of_gpt_oss_give_blocks_back() -> None:
     layers = tuple(replace(layer, attention=replace(layer.attention, sliding_window=None)) for layer in spec.layers)
     num_bytes = []
     for groups in (spec.kv_groups, replace(spec, layers=layers).kv_groups):
-        layout = plan_cache(groups, groups, KVCacheFormat(2), 16, 0, max_model_len=32768, max_chunk=2048)
-        num_bytes.append(layout.block_bytes * layout.blocks_per_request(32768, 2048))
+        kv_cache_config = plan_cache(groups, groups, KVCacheFormat(2), 16, 0, max_model_len=32768, max_chunk=2048)
+        num_bytes.append(kv_cache_config.block_bytes * kv_cache_config.blocks_per_request(32768, 2048))
     assert num_bytes[0] < 0.6 * num_bytes[1]

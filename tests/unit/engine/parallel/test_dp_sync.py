@@ -28,7 +28,7 @@ class MeetingExecutor(Executor):
     """An executor whose steps are meetings of all engines, as with experts; records what each engine computed in
     them."""
 
-    layout = KVCacheConfig((KVCacheSpec(8, None),), block_bytes=64, num_blocks=64)
+    kv_cache_config = KVCacheConfig((KVCacheSpec(8, None),), block_bytes=64, num_blocks=64)
 
     def __init__(self, barrier: threading.Barrier, depth: int) -> None:
         self.depth = depth

@@ -48,8 +48,8 @@ def lay_out(groups: tuple[KVGroup, ...], tokens: int, num_bytes: int = 0) -> KVC
 
 
 def request_bytes(groups: tuple[KVGroup, ...], tokens: int) -> int:
-    layout = lay_out(groups, tokens)
-    return layout.block_bytes * layout.blocks_per_request(tokens, CHUNK)
+    kv_cache_config = lay_out(groups, tokens)
+    return kv_cache_config.block_bytes * kv_cache_config.blocks_per_request(tokens, CHUNK)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_plan_says_so() -> None:
     assert with_windows.cache_tokens / without.cache_tokens == pytest.approx(3.99, abs=0.01)
 
 
-def most_at_a_time(layout: KVCacheConfig, tokens: int, submitted: int) -> int:
+def most_at_a_time(kv_cache_config: KVCacheConfig, tokens: int, submitted: int) -> int:
     """Run this many requests of `tokens`, mostly prompt. Returns the largest number that generate at the same time."""
     scheduler = Scheduler(
-        layout.groups,
-        layout.num_blocks,
+        kv_cache_config.groups,
+        kv_cache_config.num_blocks,
         max_num_seqs=submitted,
         max_model_len=tokens,
         max_chunk=CHUNK,
@@ -113,8 +113,8 @@ def most_at_a_time(layout: KVCacheConfig, tokens: int, submitted: int) -> int:
         scheduler.check_integrity()
         most = max(most, generating)
         if generating == len(batch.scheduled) == scheduler.num_running:  # no window holds a prefill chunk any longer
-            each = sum(most_blocks(group, tokens, 1) for group in layout.groups)
-            assert scheduler.stats().kv_cache_usage * layout.num_blocks <= generating * each + 1e-6
+            each = sum(most_blocks(group, tokens, 1) for group in kv_cache_config.groups)
+            assert scheduler.stats().kv_cache_usage * kv_cache_config.num_blocks <= generating * each + 1e-6
     assert scheduler.stats().num_preemptions == 0 and scheduler.stats().kv_cache_usage == 0.0
     return most
 
@@ -125,7 +125,7 @@ def test_the_scheduler_runs_as_many_as_the_sums_say(groups: tuple[KVGroup, ...])
     plain = without_windows(groups)
     num_bytes = 2 * request_bytes(plain, tokens)
     assert most_at_a_time(lay_out(plain, tokens, num_bytes), tokens, 2) == 2
-    layout = lay_out(groups, tokens, num_bytes)
-    fitting = layout.num_blocks // layout.blocks_per_request(tokens, CHUNK)
+    kv_cache_config = lay_out(groups, tokens, num_bytes)
+    fitting = kv_cache_config.num_blocks // kv_cache_config.blocks_per_request(tokens, CHUNK)
     assert fitting >= 3
-    assert most_at_a_time(layout, tokens, fitting) == fitting
+    assert most_at_a_time(kv_cache_config, tokens, fitting) == fitting

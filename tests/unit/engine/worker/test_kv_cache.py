@@ -23,11 +23,11 @@ def test_groups_share_equal_byte_blocks() -> None:
         KVGroup(layers=tuple(range(21)), num_kv_heads=2, head_dim=64, sliding_window=None),
         KVGroup(layers=(21, 22, 23), num_kv_heads=2, head_dim=64, sliding_window=128),
     )
-    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), block_size=16, num_bytes=10_000_000, **FULL)
-    assert layout.block_bytes == 21 * 2 * 2 * 64 * 2 * 16
-    assert [group.block_size for group in layout.groups] == [16, 64]  # 3 layers fit 7 times as many tokens
-    assert layout.num_blocks == 10_000_000 // layout.block_bytes
-    assert layout.blocks_per_request(1024, max_chunk=64) == 64 + 4
+    kv_cache_config = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), block_size=16, num_bytes=10_000_000, **FULL)
+    assert kv_cache_config.block_bytes == 21 * 2 * 2 * 64 * 2 * 16
+    assert [group.block_size for group in kv_cache_config.groups] == [16, 64]  # 3 layers fit 7 times as many tokens
+    assert kv_cache_config.num_blocks == 10_000_000 // kv_cache_config.block_bytes
+    assert kv_cache_config.blocks_per_request(1024, max_chunk=64) == 64 + 4
 
 
 @pytest.mark.skipif(
@@ -35,8 +35,8 @@ def test_groups_share_equal_byte_blocks() -> None:
 )
 def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
     groups = (KVGroup(layers=(0,), num_kv_heads=2, head_dim=64, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), 16, 16 << 20, **FULL)
-    [cache] = allocate_cache(layout, groups, torch.bfloat16, torch.device("cpu"))
+    kv_cache_config = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), 16, 16 << 20, **FULL)
+    [cache] = allocate_cache(kv_cache_config, groups, torch.bfloat16, torch.device("cpu"))
     address = cache.data_ptr() + (4 << 20)
     flags: list[str] = []
     inside = False
@@ -52,12 +52,12 @@ def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
 
 def test_an_int8_cache_counts_its_scales() -> None:
     groups = (KVGroup(layers=tuple(range(24)), num_kv_heads=2, head_dim=64, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(1, scale_bytes=4), 16, 1 << 28, **FULL)
-    assert layout.block_bytes == 24 * 2 * 2 * 68 * 16
-    assert layout.num_blocks == (1 << 28) // layout.block_bytes
-    caches = allocate_cache(replace(layout, num_blocks=3), groups, torch.int8, torch.device("cpu"))
+    kv_cache_config = kv_cache.plan_cache(groups, groups, KVCacheFormat(1, scale_bytes=4), 16, 1 << 28, **FULL)
+    assert kv_cache_config.block_bytes == 24 * 2 * 2 * 68 * 16
+    assert kv_cache_config.num_blocks == (1 << 28) // kv_cache_config.block_bytes
+    caches = allocate_cache(replace(kv_cache_config, num_blocks=3), groups, torch.int8, torch.device("cpu"))
     assert {(cache.shape, cache.dtype) for cache in caches} == {((3, 2, 2, 16, 68), torch.int8)}
-    assert caches[0].untyped_storage().nbytes() == 3 * layout.block_bytes
+    assert caches[0].untyped_storage().nbytes() == 3 * kv_cache_config.block_bytes
     for number, cache in enumerate(caches):
         cache.fill_(number)
     assert all((cache == number).all() for number, cache in enumerate(caches))  # they do not overlap
@@ -86,23 +86,25 @@ def test_ranks_agree_on_tokens_and_blocks_hold_what_a_rank_has(
     assert [group.block_size for group in whole.groups] == [8, 16]
     for rank in range(grid.size):
         own = build_shard(spec, grid, rank).kv_groups(spec)
-        layout = kv_cache.plan_cache(spec.kv_groups, own, row, 8, 1 << 20, **FULL)
-        assert layout.groups == whole.groups
-        sizes = [group.block_size for group in layout.groups]
+        kv_cache_config = kv_cache.plan_cache(spec.kv_groups, own, row, 8, 1 << 20, **FULL)
+        assert kv_cache_config.groups == whole.groups
+        sizes = [group.block_size for group in kv_cache_config.groups]
         needs = [kv_cache.bytes_per_token(group, row) * size for group, size in zip(own, sizes, strict=True)]
-        assert layout.block_bytes == (max(needs) or row.element_bytes)
-        assert layout.block_bytes <= whole.block_bytes
-        assert layout.num_blocks >= whole.num_blocks
-        caches = allocate_cache(replace(layout, num_blocks=3), own, dtype, torch.device("cpu"))
+        assert kv_cache_config.block_bytes == (max(needs) or row.element_bytes)
+        assert kv_cache_config.block_bytes <= whole.block_bytes
+        assert kv_cache_config.num_blocks >= whole.num_blocks
+        caches = allocate_cache(replace(kv_cache_config, num_blocks=3), own, dtype, torch.device("cpu"))
         assert len(caches) == len(build_shard(spec, grid, rank).layers)
         assert all(len(cache) == 3 for cache in caches)
 
 
 def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     groups = (KVGroup(layers=(0,), num_kv_heads=1, head_dim=8, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(4), block_size=16, num_bytes=64 * 1000 * 16, **FULL)
+    kv_cache_config = kv_cache.plan_cache(
+        groups, groups, KVCacheFormat(4), block_size=16, num_bytes=64 * 1000 * 16, **FULL
+    )
     with caplog.at_level(logging.INFO):
-        kv_cache.check_capacity(layout, max_model_len=1600, max_chunk=64, device="cpu")
+        kv_cache.check_capacity(kv_cache_config, max_model_len=1600, max_chunk=64, device="cpu")
     assert [record.getMessage() for record in caplog.records] == [
         "CPU KV cache size: 16,000 tokens",
         "Maximum concurrency for 1,600 tokens per request: 10.00x",
@@ -111,11 +113,13 @@ def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_too_small_a_cache_says_what_to_change() -> None:
     groups = (KVGroup(layers=(0,), num_kv_heads=1, head_dim=8, sliding_window=None),)
-    layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(4), block_size=16, num_bytes=64 * 16 * 3, **FULL)
+    kv_cache_config = kv_cache.plan_cache(
+        groups, groups, KVCacheFormat(4), block_size=16, num_bytes=64 * 16 * 3, **FULL
+    )
     with pytest.raises(
         CapacityError, match=r"room for 4\d tokens, but one request may need 100: .* at least 7,168 bytes"
     ):
-        kv_cache.check_capacity(layout, max_model_len=100, max_chunk=64, device="cpu")
+        kv_cache.check_capacity(kv_cache_config, max_model_len=100, max_chunk=64, device="cpu")
 
 
 def test_default_cpu_cache_is_bounded_by_free_memory() -> None:
@@ -161,8 +165,8 @@ def test_chunks_are_whole_blocks() -> None:
 
     def lay_out(block_size: int) -> list[tuple[int, bool]]:
         groups = (chunked, whole)
-        layout = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), block_size, 1 << 20, **FULL)
-        return [(group.block_size, group.chunked) for group in layout.groups]
+        kv_cache_config = kv_cache.plan_cache(groups, groups, KVCacheFormat(2), block_size, 1 << 20, **FULL)
+        return [(group.block_size, group.chunked) for group in kv_cache_config.groups]
 
     assert lay_out(16)[0] == (16, True)
     with pytest.raises(OptionError, match=r"--block-size 32: .* chunks of 48 tokens, .* or --max-model-len 48"):

@@ -82,8 +82,8 @@ def test_the_share_of_the_card_less_others_weights_and_steps(
     card = Card(graphs)
     card.patch(monkeypatch)
     config = replace(CONFIG, gpu_memory_utilization=0.9, max_num_seqs=3, max_num_batched_tokens=512, max_model_len=100)
-    layout = KVCacheConfig((KVCacheSpec(16, None),), block_bytes=GIB, num_blocks=1)
-    free = find_free_gpu_memory(config, cast(ModelRunner, card), layout, torch.device("cuda"))
+    kv_cache_config = KVCacheConfig((KVCacheSpec(16, None),), block_bytes=GIB, num_blocks=1)
+    free = find_free_gpu_memory(config, cast(ModelRunner, card), kv_cache_config, torch.device("cuda"))
     mixed = [[99, 1, 1]] if graphs else []
     assert card.tried == [[99], [1, 1, 1], *mixed]  # a prompt leaves room for a token; all rows have logits
     assert card.captured == ([3, 2] if graphs else [])
@@ -104,7 +104,7 @@ def test_dummy_steps_take_the_memory_of_the_longest_contexts(tmp_path: Path, mon
     kernels = replace(gpu_path.KERNELS, paged_attention=paged_attention)
     engine = gpu_path.make_gpu_engine(tmp_path, monkeypatch, kernels, max_model_len=96)
     found = engine._executor._worker  # type: ignore[attr-defined]
-    found._runner.run_dummy(build_dummy_batch([3, 1], found._layout.groups))
+    found._runner.run_dummy(build_dummy_batch([3, 1], found._kv_cache_config.groups))
     assert told and all(contexts == [96, 96] for contexts in told)
 
 
@@ -164,28 +164,31 @@ def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: 
     make_checkpoint(tmp_path, "llama")
     tried: list[int] = []
 
-    def free(config: object, runner: ModelRunner, layout: KVCacheConfig, device: torch.device) -> int:
-        tried.append(layout.num_bytes)
+    def free(config: object, runner: ModelRunner, kv_cache_config: KVCacheConfig, device: torch.device) -> int:
+        tried.append(kv_cache_config.num_bytes)
         for counts in ([37], [1] * 5):
-            runner.run_dummy(build_dummy_batch(counts, layout.groups))
+            runner.run_dummy(build_dummy_batch(counts, kv_cache_config.groups))
         return 1 << 24
 
     monkeypatch.setattr(worker, "find_free_gpu_memory", free)
     monkeypatch.setattr(
-        worker, "compile_kernels", lambda runner, config, layout, threads: tried.append(layout.num_bytes)
+        worker,
+        "compile_kernels",
+        lambda runner, config, kv_cache_config, threads: tried.append(kv_cache_config.num_bytes),
     )
     found = make_engine(tmp_path, max_num_seqs=5)._executor._worker  # type: ignore[attr-defined]
-    layout = plan_on_a_gpu(found, monkeypatch)
-    assert tried == [layout.block_bytes] * 2 and layout.num_blocks == (1 << 24) // layout.block_bytes
+    kv_cache_config = plan_on_a_gpu(found, monkeypatch)
+    assert tried == [kv_cache_config.block_bytes] * 2
+    assert kv_cache_config.num_blocks == (1 << 24) // kv_cache_config.block_bytes
 
 
 def plan_on_a_gpu(found: worker.Worker, monkeypatch: pytest.MonkeyPatch) -> KVCacheConfig:
     here, build_runner = found._config, found._build_runner
 
-    def runner_on_a_cpu(layout: KVCacheConfig, capture: Capture | None = None) -> ModelRunner:
+    def runner_on_a_cpu(kv_cache_config: KVCacheConfig, capture: Capture | None = None) -> ModelRunner:
         with monkeypatch.context() as patch:
             patch.setattr(found, "_config", here)
-            return build_runner(layout, capture)
+            return build_runner(kv_cache_config, capture)
 
     monkeypatch.setattr(found, "_build_runner", runner_on_a_cpu)
     monkeypatch.setattr(found, "_config", replace(here, device="cuda", kv_cache_memory=None))
@@ -207,5 +210,5 @@ def test_slots_of_adapters_are_counted_once(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(worker, "find_free_gpu_memory", free)
     monkeypatch.setattr(found, "_adapter_bytes", 5 << 20)
-    layout = plan_on_a_gpu(found, monkeypatch)
-    assert layout.num_blocks == ((1 << 24) - (2 << 20)) // layout.block_bytes
+    kv_cache_config = plan_on_a_gpu(found, monkeypatch)
+    assert kv_cache_config.num_blocks == ((1 << 24) - (2 << 20)) // kv_cache_config.block_bytes

@@ -66,28 +66,28 @@ def test_no_number_of_bytes_is_exceeded_or_left_over(max_num_seqs: int) -> None:
     empty = plan(0, max_num_seqs=max_num_seqs)
     assert empty.num_blocks == 0
     for num_bytes in range(0, 400_000, 997):
-        layout = empty.fill(num_bytes)
-        assert layout.num_blocks == 0 or layout.num_bytes <= num_bytes
-        if layout.num_blocks:
-            assert replace(layout, num_blocks=layout.num_blocks + 1).num_bytes > num_bytes
+        kv_cache_config = empty.fill(num_bytes)
+        assert kv_cache_config.num_blocks == 0 or kv_cache_config.num_bytes <= num_bytes
+        if kv_cache_config.num_blocks:
+            assert replace(kv_cache_config, num_blocks=kv_cache_config.num_blocks + 1).num_bytes > num_bytes
 
 
 @pytest.mark.parametrize("grid", [ParallelLayout(2), ParallelLayout(3), ParallelLayout(8), ParallelLayout(1, 3)])
 def test_ranks_agree_on_the_number_of_states(grid: ParallelLayout) -> None:
-    layouts = [plan(1 << 20, grid, rank, max_num_seqs=1000) for rank in range(grid.size)]
-    num_blocks = min(layout.num_blocks for layout in layouts)
-    agreed = [replace(layout, num_blocks=num_blocks) for layout in layouts]
-    assert len({layout.num_states for layout in agreed}) == 1
-    assert all(layout.num_bytes <= 1 << 20 for layout in agreed)
+    configs = [plan(1 << 20, grid, rank, max_num_seqs=1000) for rank in range(grid.size)]
+    num_blocks = min(one.num_blocks for one in configs)
+    agreed = [replace(one, num_blocks=num_blocks) for one in configs]
+    assert len({one.num_states for one in agreed}) == 1
+    assert all(one.num_bytes <= 1 << 20 for one in agreed)
 
 
 def test_each_layer_has_its_cache() -> None:
-    layout = plan(1 << 20)
+    kv_cache_config = plan(1 << 20)
     shard = build_shard(SPEC, ParallelLayout(), 0)
     counts = {index: shard.count_state(mixer) for index, mixer in shard.list_delta_nets(SPEC).items()}
-    caches = allocate_cache(layout, shard.kv_groups(SPEC), torch.bfloat16, torch.device("cpu"), counts)
+    caches = allocate_cache(kv_cache_config, shard.kv_groups(SPEC), torch.bfloat16, torch.device("cpu"), counts)
     assert [cache.dtype for cache in caches] == [torch.float32, torch.bfloat16, torch.float32]
-    assert caches[0].shape == (layout.num_states, MIXER.count_state(6, 3))
+    assert caches[0].shape == (kv_cache_config.num_states, MIXER.count_state(6, 3))
 
 
 def test_the_log_says_how_many_sequences_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ def test_common_steps_are_captured_and_requests_go_on_as_before(
     expected = generate(make_engine(tmp_path, **options), requests)
     engine = make_gpu_engine(tmp_path, monkeypatch, **options)
     worker = engine._executor._worker  # type: ignore[attr-defined]
-    warm_up(worker._runner, worker._config, worker._layout)
+    warm_up(worker._runner, worker._config, worker._kv_cache_config)
     assert set(graphs_of(engine)._graphs) == captured
     found = generate(engine, requests)
     assert {number: result.token_ids for number, result in found.items()} == {
@@ -50,7 +50,7 @@ def test_sizes_for_which_kernels_are_compiled(tmp_path: Path, monkeypatch: pytes
     expected = generate(make_engine(tmp_path, **options), requests)
     engine = make_gpu_engine(tmp_path, monkeypatch, **options)
     worker = engine._executor._worker  # type: ignore[attr-defined]
-    one_block = replace(worker._layout, num_blocks=1)
+    one_block = replace(worker._kv_cache_config, num_blocks=1)
     runner = worker._build_runner(one_block, run_eagerly)
     compile_kernels(runner, worker._config, one_block, 2)
     decodes = {BatchDescriptor(count, count) for count in (1, 2, 4, 8, 16)}
@@ -78,7 +78,7 @@ def test_meaningless_results_raise_nothing(family: str, tmp_path: Path, monkeypa
     worker._decoder.capturable = True  # as on a GPU
     launched: list[object] = []
     monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel))
-    one_block = replace(worker._layout, num_blocks=1)
+    one_block = replace(worker._kv_cache_config, num_blocks=1)
     compile_kernels(worker._build_runner(one_block, run_eagerly), worker._config, one_block, 2)
     assert len(set(launched)) > 5
 
