@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 import msgspec
 
@@ -12,7 +11,7 @@ from serve_llm.cli.check import probe
 from serve_llm.cli.check.collective import AllReduceProcess, AllReduceResult, AllReduceTask
 from serve_llm.cli.check.findings import Results, find_problems
 from serve_llm.cli.check.host import HostReport, inspect_host
-from serve_llm.cli.check.rendezvous import CheckJoinRequest, join
+from serve_llm.cli.check.rendezvous import CheckJoinRequest, CheckRendezvous, join
 from serve_llm.cli.check.table import render
 from serve_llm.common.errors import EngineError, PeerLost
 
@@ -125,21 +124,10 @@ def follow(host: CheckedHost, master: str, port: int, nnodes: int, seconds: floa
         line.close()
 
 
-class NodeGroup(Protocol):
-    """The other nodes, reached through `rendezvous.CheckRendezvous`."""
-
-    reports: dict[int, HostReport]
-    lost: dict[int, str]
-
-    def send(self, rank: int, message: bytes) -> None: ...
-    def drop(self, rank: int, reason: str) -> None: ...
-    def collect(self, ranks: Iterable[int], seconds: float) -> dict[int, bytes]: ...
-
-
 class Coordinator:
     """Node 0 of a check over several hosts."""
 
-    def __init__(self, host: CheckedHost, group: NodeGroup, absent: dict[int, str]) -> None:
+    def __init__(self, host: CheckedHost, group: CheckRendezvous, absent: dict[int, str]) -> None:
         """absent: why a node has not joined, by rank."""
         self._host = host
         self._group = group

@@ -139,9 +139,6 @@ class GrammarChecker:
         lark: str = json.loads(self.build_regex(pattern))["grammars"][0]["lark_grammar"]
         return lark.removeprefix("start: ")
 
-    def write_lark(self, grammar: str) -> str:
-        return self.build_lark(grammar)
-
     def split_special_tokens(self, text: str) -> list[str | int]:
         return split_special_tokens(self._tokenizer, text)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from serve_llm.server.dialects.lark import (
     Symbol,
@@ -19,6 +19,7 @@ from serve_llm.server.dialects.lark import (
     write_literal,
     write_special_token,
 )
+from serve_llm.server.structured_output.checker import GrammarChecker
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.json_schema import check_depth
 from serve_llm.server.structured_output.structural_tag_fields import (
@@ -33,22 +34,6 @@ from serve_llm.server.structured_output.structural_tag_fields import (
 )
 
 MAX_REPEAT = 10_000  # for the format `repeat`
-
-
-class PartCompiler(Protocol):
-    """Checks the parts of a structural tag in other languages. Its methods raise GrammarError."""
-
-    def write_json(self, schema: object) -> object:
-        """Write a JSON schema as llguidance takes it, including options."""
-
-    def write_regex(self, pattern: str) -> str:
-        """Write a regex as a Lark terminal."""
-
-    def write_lark(self, grammar: str) -> str:
-        """Write a Lark or GBNF grammar as Lark."""
-
-    def split_special_tokens(self, text: str) -> list[str | int]:
-        """Split a text at the special tokens in it, which become ids."""
 
 
 class _Following(NamedTuple):
@@ -75,7 +60,7 @@ def parse_structural_tag(value: object) -> Mapping[str, object]:
     return value
 
 
-def write_structural_tag(tag: Mapping[str, object], parts: PartCompiler) -> str:
+def write_structural_tag(tag: Mapping[str, object], checker: GrammarChecker) -> str:
     """Write the grammar of a structural tag, {"format": ...} or the older {"structures": ..., "triggers": ...}.
 
     Raises GrammarError.
@@ -84,11 +69,11 @@ def write_structural_tag(tag: Mapping[str, object], parts: PartCompiler) -> str:
     if tag.get("type", "structural_tag") != "structural_tag":
         raise GrammarError("must be structural_tag", keyword="type")
     if given == {"format"}:
-        return _TagWriter(parts).write_grammar(tag["format"])
+        return _TagWriter(checker).write_grammar(tag["format"])
     if given != {"structures", "triggers"}:
         raise GrammarError("it needs format, or structures and triggers, and no other field")
     try:
-        return _TagWriter(parts).write_grammar(_upgrade(tag))
+        return _TagWriter(checker).write_grammar(_upgrade(tag))
     except GrammarError as error:
         pointer = error.pointer.replace("/format/tags", "/structures").replace("/content/json_schema", "/schema", 1)
         raise GrammarError(error.message, pointer.removeprefix("/format"), error.keyword) from None
@@ -115,8 +100,8 @@ def _upgrade(tag: Mapping[str, object]) -> Format:
 class _TagWriter:
     """Writes one grammar: its rules, its terminals, and the grammars that it refers to by name."""
 
-    def __init__(self, parts: PartCompiler) -> None:
-        self._parts = parts
+    def __init__(self, checker: GrammarChecker) -> None:
+        self._checker = checker
         self._terminals: list[str] = []
         self._subgrammars: list[dict[str, object]] = []
 
@@ -145,18 +130,18 @@ class _TagWriter:
                 return self._write_text(check_text(format_, "value", pointer))
             case "json_schema":
                 with _at(f"{pointer}/json_schema"):
-                    return [self._add_subgrammar("json_schema", self._parts.write_json(format_["json_schema"]))]
+                    return [self._add_subgrammar("json_schema", self._checker.write_json(format_["json_schema"]))]
             case "any_text":
                 excluded = check_texts(format_["excludes"], pointer, "excludes")
                 return [_write_free_text(excluded, following, pointer)]
             case "regex":
                 pattern = check_text(format_, "pattern", pointer)
                 with _at(pointer, "pattern"):
-                    return [Symbol(self._parts.write_regex(pattern), is_terminal=True)]
+                    return [Symbol(self._checker.write_regex(pattern), is_terminal=True)]
             case "grammar":
                 grammar = check_text(format_, "grammar", pointer)
                 with _at(pointer, "grammar"):
-                    return [self._add_subgrammar("lark_grammar", self._parts.write_lark(grammar))]
+                    return [self._add_subgrammar("lark_grammar", self._checker.build_lark(grammar))]
             case "sequence":
                 return self._write_sequence(format_, pointer, following)
             case "or":
@@ -175,7 +160,7 @@ class _TagWriter:
         """Write items for a fixed text; special tokens in it are written as such."""
         return [
             write_special_token(piece) if isinstance(piece, int) else write_literal(piece)
-            for piece in self._parts.split_special_tokens(text)
+            for piece in self._checker.split_special_tokens(text)
         ]
 
     def _add_subgrammar(self, kind: str, grammar: object) -> Symbol:
