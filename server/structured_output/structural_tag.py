@@ -209,7 +209,7 @@ class _TagWriter:
         by_trigger: dict[str, list[Symbols]] = {}
         for index, tag in enumerate(tags):
             place = f"{pointer}/tags/{index}"
-            checked = check_format(tag, place)
+            checked = check_format({"type": "tag", **tag} if isinstance(tag, dict) else tag, place)
             if checked["type"] != "tag":
                 raise GrammarError("must be a tag", place, "type")
             begin = check_text(checked, "begin", place)

@@ -42,6 +42,11 @@ def triggered(*tags: Format, **fields: object) -> Format:
     return {"type": "triggered_tags", "triggers": ["<f="], "tags": list(tags), **fields}
 
 
+def untyped(format_: Format) -> Format:
+    """Return a tag without its type, as xgrammar's and SGLang's documentation write the tags of triggered_tags."""
+    return {name: value for name, value in format_.items() if name != "type"}
+
+
 FUNCTION = tag("<f=a>", VALUE, "</f>")
 RAW = tag("<f=b>", ANY, "</f>")
 ONCE = {"at_least_one": True, "stop_after_first": True}
@@ -75,6 +80,7 @@ ACCEPTED: list[tuple[str, Format, list[str], list[str]]] = [  # name, format, ma
     ("stop after first", triggered(FUNCTION, stop_after_first=True), ["", "x", "x" + CALL], [CALL + "x", CALL * 2]),
     ("exactly one", triggered(FUNCTION, RAW, **ONCE), [CALL, "<f=b></f>"], ["", "x" + CALL, CALL + "x"]),
     ("triggered but", triggered(FUNCTION, excludes=["no"]), ["yes" + CALL], ["no", "no" + CALL, CALL + "no"]),
+    ("triggered, without types", triggered(untyped(FUNCTION), untyped(RAW)), [CALL, "x<f=b></f>"], ["<f=c>"]),
     ("triggered in a tag", tag("<r>", triggered(FUNCTION), "</r>"), ["<r></r>", f"<r>x{CALL}y</r>"], ["<r></r></r>"]),
     ("then one", sequence(const("x"), triggered(FUNCTION, **ONCE), const("!")), [f"x{CALL}!"], [f"x{CALL}", "x!"]),
 ]  # fmt: skip
