@@ -40,7 +40,7 @@ def responses(content: bytes, context: JobContext, stored: StoredContext | None 
     """stored: None without a store."""
     body, ignored = parse_lenient_body(ResponsesRequest, content, context.limits)
     model = context.model.check_name(body.model)
-    body.check(stored is not None)
+    body.check(stored is not None, context.limits)
     history = None if stored is None else _resolve(body, stored)
     params = body.build_params(context.model.defaults)
     turn, skipped = body.to_turn(params, context.limits, history)

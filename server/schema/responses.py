@@ -6,6 +6,7 @@ Unknown fields have no effect; the response names them in a header. `prompt.item
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,7 +17,16 @@ from serve_llm.server.http.errors import InvalidRequest, ResponseNotFound, Unsup
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.prompt.items import ToolItem, read_kind, translate_items
 from serve_llm.server.sampling_params import RANGES, SamplingParams
-from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_metadata, ranged
+from serve_llm.server.schema.common import (
+    Biases,
+    Ignored,
+    Strings,
+    TranslatedBody,
+    check_cache_salt,
+    check_metadata,
+    check_words,
+    ranged,
+)
 from serve_llm.server.schema.response_tools import (
     FlatTool,
     FlatToolChoice,
@@ -24,6 +34,7 @@ from serve_llm.server.schema.response_tools import (
     read_tool_choice,
     read_tools,
 )
+from serve_llm.server.schema.structured_output import StructuredOutputsField
 from serve_llm.server.structured_output.params import StructuredOutputs
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
@@ -34,6 +45,21 @@ SUMMARY_REQUEST = (
     "to do. Keep names, paths, numbers and other facts that are needed. Write the summary only."
 )
 MAX_SUMMARY_TOKENS = 8192  # including reasoning
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
 Json = dict[str, object]
 Items = Annotated[list[Json], Field(fail_fast=True)]
 
@@ -81,6 +107,9 @@ class InputTokensRequest(TranslatedBody):
     truncation: Literal["auto", "disabled"] | None = Field(
         default=None, description="auto keeps the last tokens of a prompt that is too long."
     )
+    chat_template_kwargs: dict[str, object] | None = Field(
+        default=None, description="More variables for the chat template."
+    )
 
     def to_turn(
         self, params: SamplingParams, limits: Limits, history: Sequence[Json] | None = None
@@ -116,6 +145,7 @@ class InputTokensRequest(TranslatedBody):
             tool_choice=tool_choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            chat_template_kwargs=self.chat_template_kwargs,
             param="input",
             max_tokens_param="max_output_tokens",
             default_max_tokens=MAX_SUMMARY_TOKENS if self.is_compaction else None,
@@ -181,10 +211,30 @@ class ResponsesRequest(InputTokensRequest):
     service_tier: Ignored = None
     user: str | None = Field(default=None, description="Returned as it is.")
     stream_options: Ignored = None
+    # vLLM's
+    top_k: int | None = ranged("top_k", "0 and -1: off.")
+    min_p: float | None = ranged("min_p")
+    repetition_penalty: float | None = ranged("repetition_penalty")
+    logit_bias: Biases | None = Field(default=None, description="Token id to bias, added to its logit.")
+    seed: int | None = ranged("seed", "The same request and seed give the same tokens.")
+    stop: str | Strings | None = Field(default=None, description="Strings that end the text.")
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputsField = Field(default=None, description="Instead of text.format.")
+    include_reasoning: bool | None = Field(default=None, description="False omits the reasoning from the answer.")
+    priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
+    cache_salt: str | None = Field(default=None, description="Prefixes are shared between equal salts only.")
 
-    def check(self, has_store: bool) -> None:
+    def check(self, has_store: bool, limits: Limits) -> None:
         """Raises InvalidRequest, Unsupported."""
         check_metadata(self.metadata or {})
+        check_cache_salt(self.cache_salt)
+        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
+            raise InvalidRequest("priority must fit into 32 bits", "priority")
+        if len(self.logit_bias or ()) > limits.logit_bias:
+            raise InvalidRequest(f"logit_bias may hold at most {limits.logit_bias} tokens", "logit_bias")
+        check_words("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], limits.stop_strings, limits)
         for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise Unsupported(f"{name} is not supported: send its content as input", name)
@@ -206,10 +256,18 @@ class ResponsesRequest(InputTokensRequest):
     def _includes_logprobs(self) -> bool:
         return INCLUDED_LOGPROBS in (self.include or ())
 
+    def to_turn(
+        self, params: SamplingParams, limits: Limits, history: Sequence[Json] | None = None
+    ) -> tuple[ChatTurn, list[str]]:
+        turn, skipped = super().to_turn(params, limits, history)
+        includes_reasoning = self.include_reasoning is not False
+        salt = self.cache_salt or ""
+        priority = self.priority or 0
+        return replace(turn, include_reasoning=includes_reasoning, priority=priority, cache_salt=salt), skipped
+
     def build_params(self, defaults: dict[str, float]) -> SamplingParams:
         """defaults: those of the model. Raises InvalidRequest."""
-        names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         values = {**defaults, **given}
         return SamplingParams(
             max_tokens=self.max_output_tokens,
@@ -252,7 +310,9 @@ class ResponsesRequest(InputTokensRequest):
 
     def _read_format(self) -> StructuredOutputs | None:
         if self.text is None or self.text.format is None or self.text.format.type == "text":
-            return None
+            return None if self.structured_outputs is None else self.structured_outputs.to_params()
+        if self.structured_outputs is not None:
+            raise InvalidRequest("text.format and structured_outputs exclude each other", "structured_outputs")
         if self.text.format.type == "json_object":
             return StructuredOutputs(json_object=True, param="text.format")
         if self.text.format.json_schema is None:

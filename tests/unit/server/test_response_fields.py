@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from serve_llm.common.options.sources import make_options
 from serve_llm.server.prompt.model import ServedModel
 from support.serving import Served
 from support.tools import with_tools
@@ -67,3 +68,78 @@ def test_penalties(serve: Serve) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         error = served.post("/v1/responses", {"input": "Hi", name: 2.5}).json()["error"]
         assert error["param"] == name
+
+
+def test_vllms_sampling_fields(serve: Serve) -> None:
+    served = serve("Hello, world.<|end|>")
+    sampling_fields = {
+        "seed": 7,
+        "top_k": 3,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": -3},
+        "stop": ["world"],
+        "include_stop_str_in_output": True,
+    }
+    reply = served.post("/v1/responses", {"input": "Hi", **sampling_fields, "priority": -2, "cache_salt": "mine"})
+    assert reply.status == 200 and "x-ignored-fields" not in reply.headers, reply.content
+    body = reply.json()
+    assert body["status"] == "completed" and body["output"][0]["content"][0]["text"] == "Hello, world"
+    request = served.engine.submitted[-1]
+    sampling = request.sampling
+    assert (sampling.seed, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (7, 3, 0.25, 1.5)
+    assert sampling.logit_bias == {5: -3} and (request.priority, request.cache_salt) == (-2, "mine")
+    script = "Hello, world.<|end|>"
+    endless = {"ignore_eos": True, "skip_special_tokens": False, "max_output_tokens": len(served.ids(script))}
+    text = served.post("/v1/responses", {"input": "Hi", **endless}).json()["output"][0]["content"][0]["text"]
+    assert text == script
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"seed": 2**64}, "seed"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 129}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {str(one): 1 for one in range(4097)}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"priority": 2**31}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"ignore_eos": True, "structured_outputs": {"regex": "a"}}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "structured_outputs"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    ],
+)
+def test_vllms_sampling_fields_are_checked(serve: Serve, body: dict[str, object], param: str) -> None:
+    reply = serve("Hello.<|end|>").post("/v1/responses", {"input": "Hi", **body})
+    assert reply.status == 400 and reply.json()["error"]["param"] == param, reply.content
+
+
+def test_structured_outputs_and_a_plain_format(serve: Serve) -> None:
+    served = serve("ab<|end|>")
+    body = {"input": "Hi", "structured_outputs": {"regex": "ab"}, "text": {"format": {"type": "text"}}}
+    reply = served.post("/v1/responses", body)
+    assert reply.status == 200 and "x-ignored-fields" not in reply.headers
+    assert served.engine.submitted[-1].sampling.grammar
+
+
+def test_variables_of_the_template(serve: Serve, model: ServedModel) -> None:
+    options = make_options("demo", chat_template="{{ tone or '-' }} {{ enable_thinking }}")
+    served = serve("Hello.<|end|>", served_model=ServedModel.load(model.directory, options))
+    body = {"input": "Hi", "chat_template_kwargs": {"tone": "dry"}, "reasoning": {"effort": "none"}}
+    assert served.post("/v1/responses", body).status == 200
+    assert model.tokenizer.decode(served.engine.submitted[-1].prompt_ids) == "dry False"
+    counts = [served.post("/v1/responses/input_tokens", one).json()["input_tokens"] for one in (body, {"input": "Hi"})]
+    assert counts[0] == len(served.engine.submitted[-1].prompt_ids) and counts[0] != counts[1]
+
+
+def test_reasoning_may_be_left_out(serve: Serve, model: ServedModel) -> None:
+    script = "<think>\nHm.\n</think>\n\nYes.<|end|>"
+    served = serve(script, served_model=with_tools(model), model_facts=None)
+    for include, kinds in ((True, ["reasoning", "message"]), (False, ["message"])):
+        reply = served.post("/v1/responses", {"input": "Hi", "include_reasoning": include})
+        assert [item["type"] for item in reply.json()["output"]] == kinds
