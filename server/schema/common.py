@@ -223,7 +223,7 @@ class SamplingBody(RequestBody):
         wanted = None if self.structured_outputs is None else self.structured_outputs.to_params()
         format = None if self.response_format is None else self.response_format.to_params()
         if wanted is not None and format is not None:
-            raise InvalidRequest("response_format and structured_outputs exclude each other", "structured_outputs")
+            raise InvalidRequest(f"response_format and {wanted.param} exclude each other", wanted.param)
         return wanted or format
 
 

@@ -3,15 +3,17 @@ fields are accepted with values that have no effect, and refused by name with ot
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue
 from pydantic.fields import FieldInfo
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.sampling_fields import OTHER_NAMES
 from serve_llm.server.sampling_params import RANGES
 from serve_llm.server.schema.common import Ignored, RequestBody, Strings, ranged
+from serve_llm.server.schema.structured_output import StructuredOutputsFields
+from serve_llm.server.structured_output.params import PARAM
 
 
 def neutral(*values: JsonValue, hint: str = "") -> Any:
@@ -24,8 +26,29 @@ def same(name: str) -> str:
     return f"Another name of {name}."
 
 
-_STRUCTURED = "use structured_outputs"
 _REPETITION = "use repetition_detection"
+
+
+CONSTRAINTS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+}
+"""Names that other servers have for fields of `structured_outputs`."""
+
+
+def _constraint(kind: str) -> Any:
+    """A field that is another name of a field of `structured_outputs`; an empty text or list means nothing."""
+    return Field(default=None, description=same(f"structured_outputs.{kind}"))
+
+
+def _read_no_text(value: object) -> object:
+    return None if value == "" else value
 
 
 class PeerFields(RequestBody):
@@ -64,21 +87,23 @@ class PeerFields(RequestBody):
     min_repetition_pattern_size: object | None = neutral(0, hint=_REPETITION)
     repetition_min_count: object | None = neutral(0, hint=_REPETITION)
     session_id: Ignored = None
-    guided_json: object | None = neutral("", hint=_STRUCTURED)
-    guided_regex: object | None = neutral("", hint=_STRUCTURED)
-    guided_choice: object | None = neutral("", [], hint=_STRUCTURED)
-    guided_grammar: object | None = neutral("", hint=_STRUCTURED)
-    guided_whitespace_pattern: object | None = neutral("", hint=_STRUCTURED)
+    guided_json: dict[str, object] | bool | str | None = _constraint("json")
+    guided_regex: str | None = _constraint("regex")
+    guided_choice: Annotated[Strings | None, BeforeValidator(_read_no_text)] = _constraint("choice")
+    guided_grammar: str | None = _constraint("grammar")
+    guided_whitespace_pattern: str | None = Field(
+        default=None, description="With guided_json, another name of structured_outputs.whitespace_pattern."
+    )
     guided_decoding_backend: Ignored = None
     # SGLang's
-    regex: object | None = neutral("", hint=_STRUCTURED)
-    ebnf: object | None = neutral("", hint=_STRUCTURED)
+    regex: str | None = _constraint("regex")
+    ebnf: str | None = _constraint("grammar")
     stop_regex: object | None = neutral("", [], hint="use stop")
     custom_params: object | None = neutral({})
     no_stop_trim: object | None = neutral(False, hint="use include_stop_str_in_output")
     # llama.cpp's
-    grammar: object | None = neutral("", hint=_STRUCTURED)
-    json_schema: object | None = neutral({}, hint="use response_format")
+    grammar: str | None = _constraint("grammar")
+    json_schema: dict[str, object] | bool | str | None = _constraint("json")
     cache_prompt: Ignored = None
     timings_per_token: object | None = neutral(False)
     return_progress: object | None = neutral(False)
@@ -126,6 +151,25 @@ class PeerFields(RequestBody):
             if getattr(self, name) not in (None, value):
                 raise InvalidRequest(f"{other} is another name of {name}, but their values differ", other)
             setattr(self, name, value)
+        self._read_constraint()
+
+    def _read_constraint(self) -> None:
+        """Give `structured_outputs` the value of the field that constrains the text under another name. Raises
+        InvalidRequest."""
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, "", [])]
+        if self.json_schema == {}:  # it means no schema
+            given.remove("json_schema")
+        whitespace = self.guided_whitespace_pattern or None
+        if not given:
+            if whitespace is not None:
+                raise InvalidRequest("guided_whitespace_pattern needs guided_json", "guided_whitespace_pattern")
+            return
+        name = given[0]
+        others = given[1:] if getattr(self, PARAM) is None else [PARAM]
+        if others:
+            raise InvalidRequest(f"{name} and {others[0]} exclude each other", name)
+        fields = StructuredOutputsFields.from_other_name(name, CONSTRAINTS[name], getattr(self, name), whitespace)
+        setattr(self, PARAM, fields)
 
 
 def check_neutral(name: str, value: object, field: FieldInfo) -> None:

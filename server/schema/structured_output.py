@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
-from serve_llm.server.structured_output.params import StructuredOutputs
+from serve_llm.server.structured_output.params import PARAM, StructuredOutputs
 
 
 class JsonSchemaFormat(BaseModel):
@@ -24,6 +24,9 @@ class ResponseFormat(BaseModel):
 
     type: str = Field(description="text, json_object, json_schema or structural_tag.")
     json_schema: JsonSchemaFormat | None = Field(default=None, description="With type json_schema.")
+    json_object_schema: dict[str, object] | bool | None = Field(
+        default=None, alias="schema", description="With type json_object or json_schema: llama.cpp's form."
+    )
     format: dict[str, object] | None = Field(default=None, description="With type structural_tag.")
     structures: list[object] | None = Field(default=None, description="With type structural_tag, before `format`.")
     triggers: list[object] | None = Field(default=None, description="With `structures`.")
@@ -36,12 +39,19 @@ class ResponseFormat(BaseModel):
                 f"response_format.type must be one of {', '.join(_FIELDS_OF_TYPES)}, not {self.type!r}",
                 "response_format.type",
             )
-        given = {name: getattr(self, name) for name in _TYPE_FIELDS if getattr(self, name) is not None}
+        given = {name: value for name, field in _TYPE_FIELDS.items() if (value := getattr(self, field)) is not None}
         for name in given:
             if name not in fields:
                 raise InvalidRequest(
                     f"response_format.{name} is not a field of type {self.type}", f"response_format.{name}"
                 )
+        if self.json_object_schema is not None:
+            if self.json_schema is not None:
+                raise InvalidRequest(
+                    "response_format.schema and response_format.json_schema exclude each other",
+                    "response_format.schema",
+                )
+            return StructuredOutputs(json=self.json_object_schema, param="response_format.schema")
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise InvalidRequest(
@@ -55,11 +65,17 @@ class ResponseFormat(BaseModel):
         return None
 
 
-_TYPE_FIELDS = ("json_schema", "format", "structures", "triggers")
+_TYPE_FIELDS = {
+    "json_schema": "json_schema",
+    "schema": "json_object_schema",
+    "format": "format",
+    "structures": "structures",
+    "triggers": "triggers",
+}
 _FIELDS_OF_TYPES: dict[str, tuple[str, ...]] = {
     "text": (),
-    "json_object": (),
-    "json_schema": ("json_schema",),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema", "schema"),
     "structural_tag": ("format", "structures", "triggers"),
 }
 
@@ -87,6 +103,19 @@ class StructuredOutputsFields(BaseModel):
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = Field(default=None, description="A regex, for whitespace between JSON's tokens.")
+    _param: str = PrivateAttr(default=PARAM)
+
+    @classmethod
+    def from_other_name(cls, param: str, kind: str, value: object, whitespace: str | None) -> StructuredOutputsFields:
+        """Build them from a field of another server. param: its name, for errors. kind: the field here."""
+        fields = cls(**{kind: value}, whitespace_pattern=whitespace)  # type: ignore[arg-type]
+        fields._param = param
+        return fields
+
+    @property
+    def param(self) -> str:
+        """The field of the request that holds the constraint."""
+        return self._param
 
     def to_params(self) -> StructuredOutputs:
         """Raises InvalidRequest, Unsupported."""
@@ -100,6 +129,7 @@ class StructuredOutputsFields(BaseModel):
             disable_any_whitespace=bool(self.disable_any_whitespace),
             disable_additional_properties=bool(self.disable_additional_properties),
             whitespace_pattern=self.whitespace_pattern,
+            param=self._param,
         )
 
 

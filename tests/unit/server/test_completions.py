@@ -330,7 +330,7 @@ BAD: list[tuple[dict[str, object], int, str | None]] = [
     ({"length_penalty": 1.2}, 400, "length_penalty"),
     ({"typical_p": True}, 400, "typical_p"),
     ({"typical_p": 0.9}, 400, "typical_p"),
-    ({"guided_regex": "a"}, 400, "guided_regex"),
+    ({"guided_regex": "("}, 400, "guided_regex"),
     ({"logits_processors": ["x"]}, 400, "logits_processors"),
     ({"max_new_tokens": -1}, 400, "max_new_tokens"),
     ({"max_new_tokens": 3, "max_tokens": 4}, 400, "max_new_tokens"),
@@ -366,8 +366,6 @@ def test_errors_say_what_helps(served: Served) -> None:
     assert too_long["code"] == "context_length_exceeded"
     assert served.complete(best_of=2).json()["error"]["code"] == "unsupported"
     assert message(use_beam_search=True) == "use_beam_search is not supported; beam search is not implemented, use n"
-    assert "use structured_outputs" in message(guided_json={"type": "object"})
-    assert served.complete(guided_json={}).json()["error"]["code"] == "unsupported"
     assert served.complete(model="x").json()["error"]["code"] == "model_not_found"
 
 

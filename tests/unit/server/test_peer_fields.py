@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,6 @@ def test_fields_of_other_servers_are_served_where_they_mean_nothing(served: Serv
 
 def test_fields_that_are_served_elsewhere_or_not_at_all_are_no_typos(served: Served) -> None:
     refused = {
-        "regex": "[ab]", "ebnf": "root ::= x", "grammar": "root ::= x", "json_schema": {"type": "object"},
         "stop_regex": "x", "prompt_embeds": "AAAA", "packed_top_logprobs": True, "return_token_offsets": True,
         "return_prompt_text": True, "weight_versions": [1], "custom_params": {"a": 1}, "no_stop_trim": True,
         "max_repetition_pattern_size": 8, "min_repetition_pattern_size": 2, "repetition_min_count": 3,
@@ -52,8 +52,7 @@ def test_fields_that_are_served_elsewhere_or_not_at_all_are_no_typos(served: Ser
         for name, value in refused.items():
             error = post(**{name: value}).json()["error"]
             assert (error["param"], error["code"]) == (name, "unsupported"), error
-        hint = post(regex="[ab]").json()["error"]["message"]
-        assert "structured_outputs" in hint
+        assert "use stop" in post(stop_regex="x").json()["error"]["message"]
         assert post(grammar="", json_schema={}, no_stop_trim=False, max_repetition_pattern_size=0).status == 200
 
 
@@ -79,6 +78,73 @@ def test_unknown_fields_may_be_left_out(serve: Serve) -> None:
 
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+GBNF = 'root ::= "x" | "yy"'
+
+
+@pytest.mark.parametrize(
+    ("body", "own"),
+    [
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+        ({"guided_json": {}}, {"json": {}}),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, {"json": SCHEMA, "whitespace_pattern": " ?"}),
+        ({"guided_regex": "[ab]+"}, {"regex": "[ab]+"}),
+        ({"guided_choice": ["x", "yy"]}, {"choice": ["x", "yy"]}),
+        ({"guided_grammar": GBNF, "guided_regex": "", "guided_choice": []}, {"grammar": GBNF}),
+        ({"regex": "[ab]+", "ebnf": ""}, {"regex": "[ab]+"}),
+        ({"ebnf": GBNF}, {"grammar": GBNF}),
+        ({"grammar": GBNF, "json_schema": {}}, {"grammar": GBNF}),
+        ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+        ({"json_schema": json.dumps(SCHEMA), "guided_json": None}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"response_format": {"type": "text"}, "regex": "a"}, {"regex": "a"}),
+    ],
+    ids=str,
+)
+def test_constraints_under_the_names_of_other_servers(served: Served, body: Json, own: Json) -> None:
+    for post in (served.complete, served.chat):
+        grammars = []
+        for fields in (body, {"structured_outputs": own}):
+            reply = post(max_tokens=3, **fields)
+            assert reply.status == 200, reply.content
+            grammars.append(served.engine.submitted[-1].sampling.grammar)
+        assert grammars[0] == grammars[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": 3}, "guided_regex"),
+        ({"guided_choice": "x"}, "guided_choice"),
+        ({"guided_choice": [1]}, "guided_choice[0]"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"ebnf": "start: foo"}, "ebnf"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"guided_regex": "a", "regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_regex"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "nothing"}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"name": "a", "schema": {}}}},
+            "response_format.schema",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_constraints_under_the_names_of_other_servers(served: Served, body: Json, param: str) -> None:
+    for post in (served.complete, served.chat):
+        reply = post(**body)
+        assert (reply.status, reply.json()["error"]["param"]) == (400, param), reply.content
 
 
 @pytest.mark.parametrize(
