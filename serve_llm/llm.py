@@ -26,13 +26,13 @@ from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.dispatcher import LocalDispatcher
 from serve_llm.server.generate.generation import Generation, Generator
-from serve_llm.server.generate.offline import UseTqdm, create_bar, run_all, run_loop
+from serve_llm.server.generate.offline import RefusedMethods, UseTqdm, create_bar, run_all, run_loop
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt import pooling_jobs
 from serve_llm.server.prompt.chat_turn import prepare_turn
 from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.offline_prompts import ParsedPrompt, Prompt, parse_prompts, set_priorities
+from serve_llm.server.prompt.offline_prompts import ParsedPrompt, Prompt, parse_chats, parse_prompts, set_priorities
 from serve_llm.server.prompt.pool import build_grammar_compiler
 from serve_llm.server.prompt.pooling_jobs import ValidPoolingRequest
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
@@ -59,7 +59,7 @@ Message = Mapping[str, Any]
 PreparedPrompt = tuple[str | None, TextRequest]  # the prompt's text, None if it was given as ids
 
 
-class LLM:
+class LLM(RefusedMethods):
     """One model. Options are the daemon's, with underscores: LLM("demo", max_model_len="1k").
 
     Raises ServeError if the model cannot be served. The engine stops on `close`, at the end of a `with` block, when the
@@ -156,14 +156,13 @@ class LLM:
         lora_request, lora and what is raised: as in `generate`.
         """
         self._check_open()
-        given: list[Any] = list(messages)
-        conversations = [given] if not given or isinstance(given[0], Mapping) else given
+        conversations = parse_chats(messages)
         prepared = []
         for conversation, params in zip(
             conversations, self._expand_params(len(conversations), sampling_params), strict=True
         ):
             fields = {
-                "messages": [dict(message) for message in conversation],
+                "messages": conversation,
                 "tools": None if tools is None else [dict(tool) for tool in tools],
                 "tool_choice": tool_choice,
                 "parallel_tool_calls": parallel_tool_calls,

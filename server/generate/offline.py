@@ -1,10 +1,10 @@
-"""Run many requests to completion, with a progress bar, for the class `LLM`."""
+"""For the class `LLM`: run many requests to completion, with a progress bar; explain which methods it does not have."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -45,3 +45,28 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Run it until it is stopped, and close it."""
     loop.run_forever()
     loop.close()
+
+
+_OTHER_PROCESS = "the engine is a separate process; close() frees its memory"
+_REPLACED = {
+    "beam_search": "n with a temperature gives several texts",
+    "encode": "embed and classify return vectors and probabilities",
+    "reward": "classify returns the scores of a reward model",
+    "sleep": _OTHER_PROCESS,
+    "wake_up": _OTHER_PROCESS,
+    "collective_rpc": _OTHER_PROCESS,
+    "apply_model": _OTHER_PROCESS,
+    "start_profile": "attach the profiler to the engine's process",
+    "stop_profile": "attach the profiler to the engine's process",
+    "llm_engine": "generate, chat, embed, classify and score run requests",
+}
+
+
+class RefusedMethods:
+    """Names what takes the place of a method of vLLM's `LLM`. `hasattr` stays false."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            hint = _REPLACED.get(name)
+            raise AttributeError(f"{type(self).__name__} has no {name}" + (f": {hint}" if hint else ""))

@@ -26,6 +26,8 @@ from serve_llm.server.structured_output.turn_form import TurnForm
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that templates use for the reasoning of earlier turns."""
 
+_FIELDS_OF_THEIR_OWN = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTurn:
@@ -101,6 +103,7 @@ def render_turn(turn: ChatTurn, context: JobContext) -> str:
     """Render the prompt. Raises InvalidRequest, NeedsWorker."""
     if not turn.messages:
         raise InvalidRequest(f"{turn.param} must not be empty", turn.param)
+    _check_template_kwargs(turn)
     template = _choose_template(turn, context)
     kwargs: dict[str, object] = {}
     if turn.reasoning_effort is not None:
@@ -119,6 +122,15 @@ def render_turn(turn: ChatTurn, context: JobContext) -> str:
         tools=[_describe_tool(tool) for tool in turn.tools],
         kwargs={**kwargs, **(turn.chat_template_kwargs or {})},
     )
+
+
+def _check_template_kwargs(turn: ChatTurn) -> None:
+    """Refuse variables that other fields of the request set. Raises InvalidRequest."""
+    for name, value in (turn.chat_template_kwargs or {}).items():
+        if name in _FIELDS_OF_THEIR_OWN and value is not getattr(turn, name):
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {name}, which is a field of its own", f"chat_template_kwargs.{name}"
+            )
 
 
 def _choose_template(turn: ChatTurn, context: JobContext) -> ChatTemplate:

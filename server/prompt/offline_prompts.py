@@ -1,4 +1,4 @@
-"""Prompts as Python callers give them: texts, token ids or dicts, one or several."""
+"""Prompts as Python callers give them: texts, token ids, dicts or conversations, one or several."""
 
 from __future__ import annotations
 
@@ -44,6 +44,23 @@ def parse_prompts(prompts: Prompt | Iterable[Prompt]) -> list[ParsedPrompt]:
     if items and isinstance(items[0], numbers.Number):
         return [ParsedPrompt(to_ids(items, "prompts"))]
     return [_parse(_to_lists(item), f"prompts[{index}]") for index, item in enumerate(items)]
+
+
+def parse_chats(messages: Iterable[Any]) -> list[list[dict[str, Any]]]:
+    """messages: of one conversation, or of several; any iterables. Raises InvalidRequest."""
+    problem = "messages must be a conversation, that is, a list of dicts, or a list of conversations"
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidRequest(f"{problem}, not {messages!r:.100}", "messages")
+    given = list(messages)
+    conversations = [given] if not given or isinstance(given[0], Mapping) else given
+    parsed = []
+    for conversation in conversations:
+        is_listed = isinstance(conversation, Iterable) and not isinstance(conversation, str | bytes | Mapping)
+        found = list(conversation) if is_listed else [conversation]
+        if not is_listed or not all(isinstance(message, Mapping) for message in found):
+            raise InvalidRequest(f"{problem}, not {conversation!r:.100}", "messages")
+        parsed.append([dict(message) for message in found])
+    return parsed
 
 
 def set_priorities(requests: Sequence[TextRequest], priorities: Sequence[int]) -> None:

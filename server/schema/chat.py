@@ -28,6 +28,7 @@ from serve_llm.server.structured_output.params import StructuredOutputs
 
 # Any role that a template may know, such as ipython, but no delimiters: templates write roles between them.
 Role = Annotated[str, Field(max_length=64, pattern=r"^\w[^\x00-\x1f\x7f-\x9f\u2028\u2029<>|\[\]\uff5c]*$")]
+_MEDIA = ("image_url", "input_audio", "audio_url", "video_url")  # fields of parts that are refused by these names
 _THINKS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
@@ -43,7 +44,15 @@ class TextContent(TypedDict):
 
 
 def _build_text_content(part: object) -> object:
-    return {"type": "text", "text": part} if isinstance(part, str) else part
+    """Complete a part that is a text, or has no type: vLLM's clients may send its only field."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict) or "type" in part:
+        return part
+    kind = next((name for name in part if name == "text" or name in _MEDIA), None)
+    if kind is None:
+        raise ValueError('a part needs a type, such as {"type": "text", "text": "..."}')
+    return {"type": kind, **part}
 
 
 ContentPart = Annotated[TextContent, BeforeValidator(_build_text_content, json_schema_input_type=str | TextContent)]
@@ -86,6 +95,11 @@ class ChatMessage(TypedDict):
     reasoning: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
 
+
+_OTHER_ROUTES = {
+    "prompt": "this route takes messages, /v1/completions takes prompt",
+    "input": "this route takes messages, /v1/responses takes input",
+}
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
@@ -162,6 +176,10 @@ class ChatRequest(SamplingBody, TemplateBody, ChatPeerFields):
     include_reasoning: bool | None = Field(default=None, description="False omits the reasoning from the answer.")
     thinking_token_budget: int | None = ranged("thinking_token_budget", "Tokens of reasoning; -1: no limit.")
     reasoning: ReasoningOptions | None = Field(default=None, description="OpenRouter's form of the fields above.")
+
+    @classmethod
+    def explain_unknown(cls, name: str) -> str | None:
+        return _OTHER_ROUTES.get(name)
 
     def check(self, limits: Limits) -> None:
         self.check_peer_fields()

@@ -12,14 +12,18 @@ from serve_llm.server.schema.common import Ids, PromptLogprobs, ResponseMetrics,
 from serve_llm.server.schema.peer_fields import PeerFields
 
 
-def _prompt_tag(prompt: object) -> str:
+def _prompt_tag(prompt: object) -> str | None:
     """Return the type of a prompt, by its first element: trying all types on a long prompt takes seconds."""
-    if not isinstance(prompt, list):
+    if isinstance(prompt, str):
         return "str"
-    first = prompt[0] if prompt else None
+    if not isinstance(prompt, list):
+        return None
+    first = prompt[0] if prompt else 0
     if isinstance(first, str):
         return "list[str]"
-    return "list[list[int]]" if isinstance(first, list) else "list[int]"
+    if isinstance(first, list):
+        return "list[list[int]]"
+    return "list[int]" if isinstance(first, int | float) else None
 
 
 Prompt = Annotated[
@@ -27,7 +31,11 @@ Prompt = Annotated[
     | Annotated[Strings, Tag("list[str]")]
     | Annotated[Ids, Tag("list[int]")]
     | Annotated[list[Ids], Field(fail_fast=True), Tag("list[list[int]]")],
-    Discriminator(_prompt_tag),
+    Discriminator(
+        _prompt_tag,
+        custom_error_type="prompt",
+        custom_error_message="it must be a text, a list of texts, a list of token ids, or a list of such lists",
+    ),
 ]
 
 
@@ -40,6 +48,10 @@ class CompletionRequest(SamplingBody, PeerFields):
     suffix: str | None = Field(
         default=None, description="Text after the one to be written, for models trained to fill in the middle."
     )
+
+    @classmethod
+    def explain_unknown(cls, name: str) -> str | None:
+        return "this route takes prompt, /v1/chat/completions takes messages" if name == "messages" else None
 
     def check(self, limits: Limits) -> None:
         self.check_peer_fields()

@@ -282,7 +282,7 @@ BAD: list[tuple[dict[str, object], str, str | None]] = [
     ({"logprobs": 1}, "logprobs", None),
     ({"max_completion_tokens": -1}, "max_completion_tokens", None),
     ({"best_of": 2}, "best_of", "unsupported"),
-    ({"prompt": "x"}, "prompt", None),
+    ({"prompt": "x"}, "prompt", "unsupported"),
 ]  # fmt: skip
 
 
@@ -345,3 +345,34 @@ def test_a_long_conversation_is_prepared_outside_the_event_loop(serve: Serve) ->
     served = serve(model_facts=facts(max_model_len=10**6))
     assert served.chat(messages=HI * 5000, max_tokens=1).status == 200
     assert len(served.engine.submitted[0].prompt_ids) > 10_000
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"messages": []},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"chat_template": "x"},
+        {"mood": "good", "add_generation_prompt": None},
+    ],
+    ids=str,
+)
+def test_variables_of_the_template_that_other_fields_set(served: Served, kwargs: dict[str, object]) -> None:
+    name = next(name for name in kwargs if name != "mood")
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = served.post(path, {"messages": HI, "chat_template_kwargs": kwargs}).json()["error"]
+        assert error["param"] == f"chat_template_kwargs.{name}" and name in error["message"]
+    same = {"add_generation_prompt": True, "continue_final_message": False}
+    assert served.chat(max_tokens=1, chat_template_kwargs=same).status == 200
+
+
+def test_parts_without_a_type(served: Served) -> None:
+    texts = []
+    for content in ([{"text": "a"}, {"text": "b"}], [{"type": "text", "text": "a"}, "b"]):
+        assert served.chat(messages=[{"role": "user", "content": content}], max_tokens=1).status == 200
+        texts.append(prompt_text(served))
+    assert texts[0] == texts[1]
+    for part, named in (({"image_url": {"url": "x"}}, "'image_url'"), ({}, "type"), ({"text": "a", "type": 3}, "")):
+        error = served.chat(messages=[{"role": "user", "content": [part]}]).json()["error"]
+        assert error["param"].startswith("messages[0].content") and named in error["message"], error

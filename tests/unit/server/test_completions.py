@@ -360,6 +360,11 @@ def test_errors_say_what_helps(served: Served) -> None:
         return served.complete(**body).json()["error"]["message"]
 
     assert "temperature" in message(tempratur=1)  # the most similar name
+    assert "/v1/chat/completions" in message(messages=[])
+    for name, route in (("prompt", "/v1/completions"), ("input", "/v1/responses")):
+        assert route in served.chat(**{name: "x"}).json()["error"]["message"]
+    for prompt in (3, {}, [{"text": "x"}], [None]):
+        assert "a list of texts" in message(prompt=prompt)
     assert "'other'" in message(model="other") and "demo" in message(model="other")
     too_long = served.complete(prompt=[5] * 2100).json()["error"]
     assert "2100" in too_long["message"] and "2048" in too_long["message"]

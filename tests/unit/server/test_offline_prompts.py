@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from serve_llm import LLM
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
-from serve_llm.server.prompt.offline_prompts import ParsedPrompt, parse_prompts
+from serve_llm.server.prompt.offline_prompts import ParsedPrompt, parse_chats, parse_prompts
 
 TEXT = ParsedPrompt("a")
 IDS = ParsedPrompt([1, 2])
@@ -68,3 +69,23 @@ def test_mistakes(prompts: object, message: str) -> None:
 def test_images_are_refused_by_name() -> None:
     with pytest.raises(Unsupported, match="prompts: multi_modal_data is not supported; models here take text only"):
         parse_prompts({"prompt": "a", "multi_modal_data": {"image": object()}})
+
+
+def test_conversations() -> None:
+    message = {"role": "user", "content": "a"}
+    assert parse_chats(iter([message])) == [[message]]
+    assert parse_chats([[message], (message, message)]) == [[message], [message, message]]
+    assert parse_chats([]) == [[]]
+    for wrong in ("a", message, 3, None, [3], ["a"], [[message], "a"], [[message], message], [message, [message]]):
+        with pytest.raises(InvalidRequest, match="messages must be"):
+            parse_chats(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("beam_search", "n with a temperature"), ("encode", "embed"), ("sleep", "close")]
+)
+def test_methods_of_vllm_are_explained(name: str, hint: str) -> None:
+    llm = LLM.__new__(LLM)
+    assert not hasattr(llm, name) and not hasattr(llm, "nonsense")
+    with pytest.raises(AttributeError, match=f"LLM has no {name}.*{hint}"):
+        getattr(llm, name)
