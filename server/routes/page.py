@@ -51,7 +51,7 @@ def read_count(request: Request, name: str, default: int) -> int:
 
 def read_flag(request: Request, name: str) -> bool:
     """Raises InvalidRequest."""
-    text = request.query_params.get(name, "false")
+    text = request.query_params.get(name, "false").lower()  # Python's HTTP libraries may write True
     if text not in ("true", "false"):
         raise InvalidRequest(f"{name} must be true or false", name)
     return text == "true"

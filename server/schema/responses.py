@@ -59,6 +59,7 @@ _SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
+    "thinking_token_budget",
 )
 Json = dict[str, object]
 Items = Annotated[list[Json], Field(fail_fast=True)]
@@ -223,6 +224,7 @@ class ResponsesRequest(InputTokensRequest):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputsField = Field(default=None, description="Instead of text.format.")
     include_reasoning: bool | None = Field(default=None, description="False omits the reasoning from the answer.")
+    thinking_token_budget: int | None = ranged("thinking_token_budget", "Tokens of reasoning; -1: no limit.")
     priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
     cache_salt: str | None = Field(default=None, description="Prefixes are shared between equal salts only.")
 

@@ -143,3 +143,8 @@ def test_reasoning_may_be_left_out(serve: Serve, model: ServedModel) -> None:
     for include, kinds in ((True, ["reasoning", "message"]), (False, ["message"])):
         reply = served.post("/v1/responses", {"input": "Hi", "include_reasoning": include})
         assert [item["type"] for item in reply.json()["output"]] == kinds
+    assert served.post("/v1/responses", {"input": "Hi", "thinking_token_budget": 3}).status == 200
+    thinking = served.engine.submitted[-1].sampling.thinking
+    assert thinking is not None and thinking.num_tokens == 3
+    error = served.post("/v1/responses", {"input": "Hi", "thinking_token_budget": -2}).json()["error"]
+    assert error["param"] == "thinking_token_budget"

@@ -253,8 +253,12 @@ def test_a_background_stream_can_be_followed_again(serve_stored: Serve) -> None:
 
 def test_events_of_other_responses_are_not_kept(serve_stored: Serve) -> None:
     served = serve_stored()
-    reply = served.get(f"{PATH}/{ask(served)['id']}?stream=true")
-    assert reply.status == 400 and reply.json()["error"]["param"] == "stream"  # type: ignore[index]
+    path = f"{PATH}/{ask(served)['id']}?stream="
+    for value in ("true", "True", "maybe", "1"):  # True: a flag of Python as requests writes it
+        reply = served.get(path + value)
+        assert reply.status == 400 and reply.json()["error"]["param"] == "stream"  # type: ignore[index]
+        assert ("keep their events" in reply.json()["error"]["message"]) == (value.lower() == "true")
+    assert served.get(path + "False").status == served.get(path + "false").status == 200
 
 
 def test_a_failure_in_the_background_is_stored(serve_stored: Serve) -> None:
