@@ -55,7 +55,7 @@ class CustomDefinition(BaseModel):
 class ToolDefinition(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
-    type: str = Field(description="function, or custom for a tool that takes a text.")
+    type: str = Field(default="function", description="function, or custom for a tool that takes a text.")
     function: FunctionDefinition | None = None
     custom: CustomDefinition | None = None
 
@@ -73,7 +73,7 @@ class ToolName(BaseModel):
 class NamedTool(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    type: str = Field(description="function or custom.")
+    type: str = Field(default="function", description="function or custom.")
     function: ToolName | None = Field(default=None, description="With type function: the one to call.")
     custom: ToolName | None = Field(default=None, description="With type custom: the one to call.")
 
@@ -88,7 +88,7 @@ class AllowedTools(BaseModel):
 class ToolChoiceFields(NamedTool):
     """A choice written as a mode is read as an object of that type."""
 
-    type: str = Field(description="function, custom or allowed_tools.")
+    type: str = Field(default="function", description="function, custom or allowed_tools.")
     allowed_tools: AllowedTools | None = Field(default=None, description="With type allowed_tools.")
 
 

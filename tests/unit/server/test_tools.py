@@ -198,6 +198,15 @@ def test_no_choice_leaves_calls_of_every_dialect_in_the_text(
         assert '"city": "Oslo"}' in content
 
 
+def test_a_function_needs_no_type(serve_text: Callable[..., Served]) -> None:
+    served = serve_text(write_call("get_weather", city="Oslo"))
+    bare = [{"function": WEATHER["function"]}]
+    message = read_body(served.chat(tools=bare, tool_choice={"function": {"name": "get_weather"}}))["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+    for tools in ([{}], [{"name": "f", "parameters": {}}], [{"type": None, "function": {"name": "f"}}]):
+        assert served.chat(tools=tools).json()["error"]["param"].startswith("tools[0].")
+
+
 def test_a_named_function_ends_with_stop(serve_text: Callable[..., Served]) -> None:
     served = serve_text(OSLO)
     named = {"type": "function", "function": {"name": "get_weather"}}
