@@ -115,7 +115,7 @@ FAMILIES: dict[str, Read] = {
     "GptOssForCausalLM": gpt_oss.read,
     "NemotronForCausalLM": nemotron.read,
     "Gemma3ForConditionalGeneration": multimodal.read_text_part(
-        "Gemma3ForConditionalGeneration", {"gemma3_text": gemma.read_gemma3_text}
+        "Gemma3ForConditionalGeneration", {"gemma3_text": gemma.read_gemma3}
     ),
     "Llama4ForConditionalGeneration": multimodal.read_text_part(
         "Llama4ForConditionalGeneration", {"llama4_text": llama4.read}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from serve_llm.cli.plan.hardware import HardwareOptions
 from serve_llm.cli.plan.planner import make_plan
@@ -17,6 +17,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
+from serve_llm.engine.model.families.multimodal import DEFAULT_SIZES, SIZE_KEYS
 from serve_llm.engine.model.registry import read_model
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
@@ -218,6 +219,60 @@ def test_published_gemma3_leaves_out_defaults() -> None:
     attention = spec.layers[0].attention
     assert (spec.vocab_size, attention.num_heads, attention.num_kv_heads, attention.head_dim) == (262208, 8, 4, 256)
     assert spec.tie_word_embeddings and spec.max_position == 131072 and len(spec.layers) == 34
+
+
+def test_published_llava_leaves_out_sizes() -> None:
+    """The config is that of llava-hf/llava-1.5-7b-hf; the second text_config, that of mistral-community/pixtral-12b."""
+    text: dict[str, object] = {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    }
+    raw = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_token_index": 32000,
+        "model_type": "llava",
+        "pad_token_id": 32001,
+        "projector_hidden_act": "gelu",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "vision_config": {"hidden_size": 1024, "model_type": "clip_vision_model"},
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "vocab_size": 32064,
+    }
+    spec, _ = read_model(raw)
+    assert (spec.vocab_size, spec.hidden_size, len(spec.layers), spec.max_position) == (32064, 4096, 32, 4096)
+    attention = spec.layers[0].attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (32, 32, 128)
+    pixtral = {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "is_composition": True,
+        "max_position_embeddings": 1024000,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    }
+    spec, _ = read_model(raw | {"text_config": pixtral, "image_seq_length": 1})
+    assert (spec.hidden_size, spec.layers[0].attention.num_heads, len(spec.layers)) == (5120, 32, 40)
+
+
+@pytest.mark.parametrize("kind", DEFAULT_SIZES)
+def test_default_sizes_are_those_of_transformers(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    assert tuple(getattr(config, key, None) for key in SIZE_KEYS) == DEFAULT_SIZES[kind]
 
 
 def test_quantised_checkpoints_name_modules_as_they_are_published() -> None:

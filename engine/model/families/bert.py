@@ -24,6 +24,11 @@ LAYER = {
     "output.dense": "ffn.down",
     "output.LayerNorm": "ffn_norm",
 }
+# In files of models derived from Google's Chinese and multilingual BERT; transformers does not read them.
+UNREAD = (
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type"),
+)
 TYPES_AND_NORM = {"embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "embedding_norm"}
 BERT_CLASSIFIER = {"bert.pooler.dense": "pooler.dense", "classifier": "pooler.classifier"}
 TOKEN_CLASSIFIER = {"classifier": "pooler.classifier"}
@@ -79,6 +84,7 @@ def _read(
         pooler=read_classifier(config, architecture),
     )
     config.ignore("output_past", "gradient_checkpointing")
+    config.ignore(*UNREAD)
     config.done()
     return spec
 

@@ -61,12 +61,6 @@ def read_gemma3(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     return spec, weights(spec, NAMES, norms="plus_one")
 
 
-def read_gemma3_text(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-    """The text_config of Gemma3ForConditionalGeneration, whose published files omit these keys."""
-    config.set_defaults(vocab_size=262208, num_attention_heads=8)
-    return read_gemma3(config)
-
-
 def _read(
     config: ConfigReader,
     architecture: str,

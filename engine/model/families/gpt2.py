@@ -40,6 +40,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
     spec = replace(map_attention(plain, scaled), learned_positions=LearnedPositions(plain.max_position))
     config.ignore("n_ctx", "n_special", "predict_special_tokens", "output_past")  # never read
+    config.ignore("n_vocab", "line_by_line", "apply_query_key_layer_scaling", "normalize_attention_scores")  # nor these
     config.ignore("reorder_and_upcast_attn")  # the order of rounding in half precision; scores are float32 here
     config.done()
     return spec, WEIGHTS

@@ -13,6 +13,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (LlamaConfig)."""
     spec = read_plain(config, "LlamaForCausalLM")
     config.ignore("max_sequence_length")  # in early conversions; transformers does not read it
+    config.only("activation", "swiglu", None)  # in Falcon 3
     config.done()
     return spec, weights(spec)
 

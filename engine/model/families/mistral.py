@@ -23,6 +23,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         default_max_position=131072,
         windows=[window] * config.layers("num_hidden_layers"),
     )
+    config.ignore("max_sequence_length")  # in models with YaRN; transformers does not read it
     config.done()
     return spec, weights(spec)
 

@@ -32,6 +32,23 @@ IMAGE_KEYS = (
     *("image_grid_pinpoints", "video_token_id", "video_token_index", "vision_start_token_id", "vision_end_token_id"),
     *("vision_token_id", "vision_aspect_ratio", "use_image_newline_parameter", "downsample_ratio"),
 )
+# Publishers omit from text_config what equals the default of its class in transformers.
+SIZE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+DEFAULT_SIZES = {
+    "gemma3_text": (262208, 2304, 9216, 26, 8),
+    "llama": (32000, 4096, 11008, 32, 32),
+    "llama4_text": (202048, 5120, 8192, 48, 40),
+    "ministral3": (131072, 4096, 14336, 34, 32),
+    "mistral": (32000, 4096, 14336, 32, 32),
+    "qwen2": (151936, 4096, 22016, 32, 32),
+    "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64),
+    "qwen2_vl_text": (152064, 8192, 29568, 80, 64),
+    "qwen3": (151936, 4096, 22016, 32, 32),
+    "qwen3_5_moe_text": (248320, 2048, None, 40, 16),  # no layer is dense
+    "qwen3_5_text": (248320, 4096, 12288, 32, 16),
+    "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16),
+    "qwen3_vl_text": (151936, 4096, 22016, 32, 32),
+}
 CONNECTOR_KEYS = ("scale_factor", "_pad_token_id")  # next to text_config in Idefics 3 and SmolVLM
 OLD_CONNECTOR_KEYS = ("perceiver_config", "pixel_shuffle_factor")  # inside text_config; nothing reads them
 
@@ -45,7 +62,7 @@ def read_text_part(
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         text = config.require("text_config")
         text.inherit("quantization_config", config)
-        config.ignore(*more_keys)
+        config.ignore("vocab_size", *more_keys)  # text_config's counts
         return _read_parts(config, text, architecture, read_by_type, parts)
 
     return read
@@ -74,11 +91,14 @@ def _read_parts(
     parts: tuple[str, ...],
 ) -> tuple[ModelSpec, WeightMap]:
     types = {name: name for name in read_by_type}
-    read_text = read_by_type[text.choice("model_type", types, next(iter(types)))]
+    kind = text.choice("model_type", types, next(iter(types)))
+    if kind in DEFAULT_SIZES:  # otherwise, the decoder's keys are those of the whole file
+        sizes = zip(SIZE_KEYS, DEFAULT_SIZES[kind], strict=True)
+        text.set_defaults(**{key: size for key, size in sizes if size is not None})
     config.ignore(*IMAGE_KEYS)
-    text.ignore(*IMAGE_KEYS, *OLD_CONNECTOR_KEYS)
+    text.ignore(*IMAGE_KEYS, *OLD_CONNECTOR_KEYS, "is_composition")
     text.refuse("qk_layer_norms", "use_resampler")
-    spec, weights = read_text(text)
+    spec, weights = read_by_type[kind](text)
     is_tied = config.flag("tie_word_embeddings", False) or spec.tie_word_embeddings
     config.done()
     ignored = tuple(rf"(model\.)?{part}(\..*)?" for part in parts)

@@ -49,6 +49,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         embedding_size=None if embedding_width == width else embedding_width,
     )
     config.ignore("dropout", "layerdrop", "init_std", "activation_dropout")
+    config.only("learned_embeddings", True, None)  # this and the next key are in Galactica's files
+    config.only("scale_embeddings", False, None)
     config.done()
     return spec, _weights(spec, bias)
 

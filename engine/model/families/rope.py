@@ -60,17 +60,16 @@ def check_rotary_dim(dims: int, head_dim: int) -> int | None:
 
 
 def _scaled(kind: str, scaling: ConfigReader, base: float, max_position: int) -> tuple[ropes.RopeSpec, int]:
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         factor = scaling.number("factor")
-        return ropes.RopeSpec(base, ropes.LinearScaling(factor)), int(max_position * factor)
-    if kind == "dynamic":
-        factor = scaling.number("factor")
-        return ropes.RopeSpec(base, ropes.DynamicScaling(factor, max_position)), int(max_position * factor)
+        changed = ropes.LinearScaling(factor) if kind == "linear" else ropes.DynamicScaling(factor, max_position)
+        return ropes.RopeSpec(base, changed), int(max_position * factor)
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
         original = scaling.integer("original_max_position_embeddings", max_position)
         return ropes.RopeSpec(base, ropes.Llama3Scaling(scaling.number("factor"), low, high, original)), max_position
     if kind == "yarn":
+        scaling.ignore("finetuned")  # how the model was made
         original = scaling.integer("original_max_position_embeddings", max_position)
         factor = scaling.number("factor", max_position / original)
         yarn = ropes.YarnScaling(

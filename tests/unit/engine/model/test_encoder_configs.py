@@ -224,3 +224,17 @@ def test_eurobert_averages_hidden_states_before_the_head() -> None:
     assert spec.pooler is not None and spec.pooler.pooling_types == ("cls",)
     with pytest.raises(ModelError, match=r"classifier_pooling 'late' is not supported \(supported: bos, mean\)"):
         read_model(config)
+
+
+def test_bert_may_have_keys_of_an_unused_pooler() -> None:
+    """As in bert-base-chinese, and in bge, m3e and others that were trained from it."""
+    bert: dict[str, object] = {
+        "architectures": ["BertModel"],
+        "vocab_size": 512,
+        "hidden_size": 96,
+        "intermediate_size": 128,
+    }
+    bert |= {"num_attention_heads": 4, "num_hidden_layers": 2}
+    pooler: dict[str, object] = {"pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3}
+    pooler |= {"pooler_size_per_head": 128, "pooler_type": "first_token_transform", "directionality": "bidi"}
+    assert read_model(bert | pooler) == read_model(bert)
