@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,8 @@ from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OTHER_WEIGHTS = ("adapter_model", "consolidated")  # names of an adapter's weights and of copies in Mistral's own format
+_PART = re.compile(r"(?P<base>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 
 _libc = ctypes.CDLL(None)
 
@@ -38,7 +41,8 @@ class _File(Protocol):
 
 
 class Checkpoint:
-    """The safetensors files of a directory: model.safetensors, or those that the index lists.
+    """The safetensors files of a directory: model.safetensors, those that the index lists, or without both of these
+    the parts of one model or the only file.
 
     Raises ModelError if there are none, if one cannot be read, and if the index does not match the files.
     """
@@ -56,7 +60,9 @@ class Checkpoint:
             if differing := sorted(self._file_of.keys() ^ index.keys()):
                 raise ModelError(f"{directory / INDEX} and its files do not name the same tensors: {differing[0]}")
         else:
-            raise ModelError(f"{directory} contains neither {SINGLE} nor {INDEX}; other formats are not supported")
+            self.paths = _find_unlisted_files(directory)
+            files = [_open(path) for path in self.paths]
+            self._file_of = {tensor: file for file in files for tensor in file.keys()}
 
     @property
     def names(self) -> frozenset[str]:
@@ -133,6 +139,23 @@ def _open(path: Path) -> _File:
         return file
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}; copy or download it again") from error
+
+
+def _find_unlisted_files(directory: Path) -> list[Path]:
+    """The files of a model whose publisher gave them other names (gptq_model-4bit-128g.safetensors), or no index."""
+    paths = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(OTHER_WEIGHTS))
+    if len(paths) == 1 and _PART.fullmatch(paths[0].name) is None:
+        return paths
+    parts = [part for part in (_PART.fullmatch(path.name) for path in paths) if part is not None]
+    models = {(part["base"], int(part["count"])) for part in parts}
+    if len(parts) == len(paths) and len(models) == 1:
+        ((_, count),) = models
+        if [int(part["number"]) for part in parts] == list(range(1, count + 1)):
+            return paths
+    raise ModelError(
+        f"{directory} contains neither {SINGLE} nor {INDEX}, nor only one other safetensors file or all parts of one "
+        "model (NAME-00001-of-00002.safetensors); other formats are not supported"
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -37,6 +37,7 @@ class ServedModel:
     template: ChatTemplate | None
     eos_ids: tuple[int, ...]  # end a text
     defaults: dict[str, float]  # fields of SamplingParams, from generation_config.json
+    suppressed_ids: tuple[int, ...]  # never generated
     vectors: VectorSettings
     dialect: Dialect | None = None  # how the model writes reasoning and tool calls; None: all text is content
     dialect_source: str = ""  # where it comes from, for the log
@@ -96,7 +97,8 @@ class ServedModel:
         _check_vocabulary(tokenizer, config.get("vocab_size"), text_directory)
         tokenizer_class = _optional_json(text_directory / "tokenizer_config.json").get("tokenizer_class")
         generation = _optional_json(directory / _GENERATION_CONFIG)
-        defaults, ignored = _read_defaults(generation if options.generation_config == "auto" else {})
+        sampling = generation if options.generation_config == "auto" else {}
+        defaults, ignored = _read_defaults(sampling)
         template = load_template(options.chat_template, text_directory, tokenizer.named_tokens)
         chosen = choose_dialect(options.dialect, text_directory, template, tokenizer.added_tokens)
         return cls(
@@ -107,6 +109,7 @@ class ServedModel:
             template=template,
             eos_ids=_eos_ids(generation, config, tokenizer),
             defaults=defaults,
+            suppressed_ids=_read_suppressed_ids(sampling),
             ignored_defaults=ignored,
             vectors=read_vector_settings(directory, text_directory, config, options.classifier_from_token),
             dialect=chosen.dialect,
@@ -132,12 +135,25 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path)
 
 
 def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Read the end ids from generation_config.json, else config.json, else the tokenizer."""
-    for eos in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_id):
-        if eos is not None:
-            ids = eos if isinstance(eos, list) else [eos]
-            return tuple(token_id for token_id in ids if isinstance(token_id, int))
+    """Read the end ids from generation_config.json, else config.json, else its text_config, else the tokenizer. Ids
+    below 0 mean none."""
+    text = config.get("text_config")
+    of_text = text.get("eos_token_id") if isinstance(text, dict) else None
+    for eos in (generation.get("eos_token_id"), config.get("eos_token_id"), of_text, tokenizer.eos_id):
+        ids = eos if isinstance(eos, list) else [eos]
+        if valid := tuple(token_id for token_id in ids if type(token_id) is int and token_id >= 0):
+            return valid
     return ()
+
+
+def _read_suppressed_ids(generation: dict[str, object]) -> tuple[int, ...]:
+    ids = generation.get("suppress_tokens") or []
+    if not isinstance(ids, list) or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise ModelError(
+            f"{_GENERATION_CONFIG}: suppress_tokens must be a list of token ids, not {ids!r}; correct it, or use "
+            "--generation-config none"
+        )
+    return tuple(ids)
 
 
 def _read_defaults(generation: dict[str, object]) -> tuple[dict[str, float], tuple[str, ...]]:

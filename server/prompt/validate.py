@@ -104,7 +104,8 @@ def prepare(
             "thinking_token_budget",
         )
     _check_named_ids(params, facts.vocab_size)
-    bad_words_ids = _bad_words_ids(params.bad_words or [], model)
+    suppressed = tuple((token_id,) for token_id in model.suppressed_ids if token_id < facts.vocab_size)
+    bad_words_ids = _bad_words_ids(params.bad_words or [], model) + suppressed
     end_ids = tuple(end_id for end_id in end_ids or model.eos_ids if end_id < facts.vocab_size)
     truncated = []
     samplings = []

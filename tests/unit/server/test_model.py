@@ -17,7 +17,10 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.tokenizer import load_tokenizer
+from serve_llm.server.prompt.validate import prepare
+from serve_llm.server.sampling_params import SamplingParams
 from support.chat_templates import TEMPLATES
+from support.fakes import facts
 
 DEMO = resolve_model("demo")
 
@@ -46,8 +49,26 @@ def test_end_ids_come_from_the_best_source(checkpoint: Path) -> None:
     change(checkpoint / "generation_config.json", eos_token_id=None)
     change(checkpoint / "config.json", eos_token_id=None)
     assert load(checkpoint).eos_ids == (load(checkpoint).tokenizer.eos_id,)
+    change(checkpoint / "config.json", text_config={"eos_token_id": [8, 9]})
+    assert load(checkpoint).eos_ids == (8, 9)
+    change(checkpoint / "config.json", eos_token_id=-1, text_config=None)
+    assert load(checkpoint).eos_ids == (load(checkpoint).tokenizer.eos_id,)
+    change(checkpoint / "generation_config.json", eos_token_id=[-1, 5])
+    assert load(checkpoint).eos_ids == (5,)
+    change(checkpoint / "generation_config.json", eos_token_id=[])
     change(checkpoint / "tokenizer_config.json", eos_token=None)
     assert load(checkpoint).eos_ids == ()
+
+
+def test_suppressed_ids_are_banned_in_every_request(checkpoint: Path) -> None:
+    change(checkpoint / "generation_config.json", suppress_tokens=[3, 4, 99999])
+    model = load(checkpoint)
+    (sampling,) = prepare([[5]], SamplingParams(), model, facts(vocab_size=4096)).samplings
+    assert sampling.bad_words_ids == ((3,), (4,))
+    assert load(checkpoint, generation_config="none").suppressed_ids == ()
+    change(checkpoint / "generation_config.json", suppress_tokens="all")
+    with pytest.raises(ModelError, match="suppress_tokens must be a list of token ids, not 'all'"):
+        load(checkpoint)
 
 
 def test_sampling_defaults_are_the_models_unless_turned_off(checkpoint: Path) -> None:

@@ -203,6 +203,27 @@ class TestFiles:
         ):
             load(tmp_path)
 
+    def test_one_file_with_another_name(self, tmp_path: Path) -> None:
+        """As AutoGPTQ names it. Copies in a publisher's own format and adapters do not count."""
+        make_checkpoint(tmp_path, "llama")
+        expected = logprobs(tmp_path)
+        (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+        for name in ("consolidated", "consolidated-00001-of-00002", "adapter_model"):
+            save_file({"other": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+        assert torch.equal(logprobs(tmp_path), expected)
+        save_file({"other": torch.ones(1)}, tmp_path / "model.fp16.safetensors")
+        with pytest.raises(ModelError, match="nor only one other safetensors file"):
+            load(tmp_path)
+
+    def test_parts_without_an_index(self, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, "llama", max_shard_size="50KB")
+        expected = logprobs(tmp_path)
+        (tmp_path / "model.safetensors.index.json").unlink()
+        assert torch.equal(logprobs(tmp_path), expected)
+        next(tmp_path.glob("*-00002-of-*.safetensors")).unlink()
+        with pytest.raises(ModelError, match="nor only one other safetensors file or all parts"):
+            load(tmp_path)
+
     def test_cut_off(self, tmp_path: Path) -> None:
         make_checkpoint(tmp_path, "llama")
         path = tmp_path / "model.safetensors"
