@@ -18,6 +18,7 @@ from serve_llm.common.cache_directory import cache_directory
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import TOKENIZER_ERROR
 
+_TEKKEN = "tekken.json"  # Mistral's own format
 _SOURCES = (
     "vocab.json",
     "merges.txt",
@@ -25,6 +26,7 @@ _SOURCES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
+    _TEKKEN,
     "added_tokens.json",
     "special_tokens_map.json",
     "tokenizer_config.json",
@@ -42,10 +44,10 @@ def convert_tokenizer(directory: Path) -> Path:
     if (directory / TOKENIZER_ERROR).is_file():
         raise ModelError((directory / TOKENIZER_ERROR).read_text(encoding="utf-8"))
     sources = [directory / name for name in _SOURCES if (directory / name).is_file()]
-    if not any(path.suffix in (".txt", ".model") or path.name == "vocab.json" for path in sources):
+    if not any(path.suffix in (".txt", ".model") or path.name in ("vocab.json", _TEKKEN) for path in sources):
         raise ModelError(
-            f"{directory} has no tokenizer: neither tokenizer.json nor vocab.json, *.model or vocab.txt; choose one "
-            "with --tokenizer"
+            f"{directory} has no tokenizer: neither tokenizer.json nor vocab.json, *.model, vocab.txt or {_TEKKEN}; "
+            "choose one with --tokenizer"
         )
     digest = hashlib.sha256()
     for path in sources:
@@ -86,7 +88,23 @@ def load_transformers_tokenizer(directory: Path) -> Any:
 
 def main(source: str, target: str) -> None:
     """Run in the child process."""
-    load_transformers_tokenizer(Path(source)).save_pretrained(target)
+    tokenizer = load_transformers_tokenizer(Path(source))
+    if (Path(source) / _TEKKEN).is_file():
+        _complete_tekken(tokenizer)
+    tokenizer.save_pretrained(target)
+
+
+def _complete_tekken(tokenizer: Any) -> None:
+    """Make a tekken tokenizer put <s> before each text, as Mistral's tokenizer.json files do, and name its special
+    tokens; transformers' conversion does neither."""
+    from tokenizers.processors import TemplateProcessing
+
+    rust = tokenizer.backend_tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    if rust.num_special_tokens_to_add(False) == 0:
+        rust.post_processor = TemplateProcessing(
+            single="<s>:0 $A:0", pair="<s>:0 $A:0 <s>:1 $B:1", special_tokens=[("<s>", tokenizer.bos_token_id)]
+        )
 
 
 if __name__ == "__main__":

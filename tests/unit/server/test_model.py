@@ -3,6 +3,7 @@ ones."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import shutil
@@ -173,6 +174,34 @@ def test_vocabulary_and_merges_are_converted_once(tmp_path: Path, monkeypatch: p
     made = (target / "tokenizer.json").stat().st_mtime_ns
     load_tokenizer(source)
     assert (target / "tokenizer.json").stat().st_mtime_ns == made
+
+
+def test_a_tekken_file_is_converted_and_begins_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Mistral Small 3.2 and Devstral."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "model"
+    source.mkdir()
+    specials = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    tokens = [*(bytes([byte]) for byte in range(256)), b"he", b"ll", b"hell", b"hello"]
+    sizes = {"num_vocab_tokens": len(tokens), "default_vocab_size": len(specials) + len(tokens)}
+    stored = {
+        "config": {"pattern": r"\p{L}+| ?[^\s\p{L}]+|\s+", "default_num_special_tokens": 5, "version": "v3"} | sizes,
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(specials)
+        ],
+    }
+    (source / "tekken.json").write_text(json.dumps(stored))
+    (source / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    tokenizer = load_tokenizer(source)
+    hello = len(specials) + tokens.index(b"hello")
+    assert tokenizer.encode("hello", add_special_tokens=True) == [1, hello]
+    assert tokenizer.encode("[INST]hello", add_special_tokens=False) == [3, hello]
+    assert tokenizer.named_tokens["eos_token"] == "</s>"
+    assert tokenizer.decode([1, hello, 5 + 0xC3, 5 + 0xA9]) == "hello\u00e9"
 
 
 @pytest.mark.slow
