@@ -34,6 +34,7 @@ HARMLESS = frozenset(
     "use_cache initializer_range attention_dropout chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
     "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
     "_experts_implementation gradient_checkpointing pretraining_tp is_decoder neftune_noise_alpha lora_rank ep_size "
+    "debug micro_forward skip_checkpoint "  # InternVL's training
     # a window that takes effect only with `use_sliding_window`, a separate key
     "max_window_layers "
     # also stated by the tokenizer's files or the Hub's cache

