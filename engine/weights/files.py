@@ -150,7 +150,7 @@ def _find_unlisted_files(directory: Path) -> list[Path]:
     models = {(part["base"], int(part["count"])) for part in parts}
     if len(parts) == len(paths) and len(models) == 1:
         ((_, count),) = models
-        if [int(part["number"]) for part in parts] == list(range(1, count + 1)):
+        if sorted(int(part["number"]) for part in parts) == list(range(1, count + 1)):
             return paths
     raise ModelError(
         f"{directory} contains neither {SINGLE} nor {INDEX}, nor only one other safetensors file or all parts of one "
