@@ -77,6 +77,12 @@ def start_on_ray(
     return worker_group, DEVICES[reservation.kind]
 
 
+def is_niced_by_ray(niceness: int, environ: Mapping[str, str]) -> bool:
+    """Whether Ray made its worker this nice by its default. A node passes its variables on to its workers; with the
+    variable set, the rest of the niceness is that of `ray start` itself."""
+    return niceness > 0 and "RAY_worker_niceness" not in environ
+
+
 class RankActor:
     """One worker, in a process that Ray started."""
 
@@ -94,7 +100,7 @@ class RankActor:
         directory = resolve_model(
             options.model, options.revision, options.download_dir, weights=options.load_format == "auto"
         )
-        if number == 0 and os.nice(0) > 0:
+        if number == 0 and is_niced_by_ray(os.nice(0), os.environ):
             logger.warning(
                 "Ray runs ranks at nice %d, behind all other processes: start it with RAY_worker_niceness=0",
                 os.nice(0),

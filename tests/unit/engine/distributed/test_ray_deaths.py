@@ -1,4 +1,5 @@
-"""Ray's messages about the end of actors, and our errors. The messages are those of Ray 2.60, shortened at the dots."""
+"""Ray's messages about the end of actors, and our errors; and whether Ray slows its actors down. The messages are those
+of Ray 2.60, shortened at the dots."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from serve_llm.common.errors import HostLost
 
 pytest.importorskip("ray")
 
-from serve_llm.engine.distributed.ray.actors import _describe_death, _find_load_error
+from serve_llm.engine.distributed.ray.actors import _describe_death, _find_load_error, is_niced_by_ray
 
 DIED = (
     "The actor died unexpectedly before finishing this task. class_name: RankActor ... ip: 10.0.0.1 The actor is dead "
@@ -54,3 +55,16 @@ def test_a_node_without_serve_llm() -> None:
     assert _find_load_error(IMPORT) == (
         "ModuleNotFoundError: No module named 'serve_llm'; the same serve-llm must be installed on all nodes"
     )
+
+
+@pytest.mark.parametrize(
+    ("niceness", "environ", "expected"),
+    [
+        (15, {}, True),
+        (0, {}, False),
+        (5, {"RAY_worker_niceness": "0"}, False),  # `nice -n 5 ray start`
+        (8, {"RAY_worker_niceness": "3"}, False),
+    ],
+)
+def test_advice_about_niceness_is_for_rays_default_only(niceness: int, environ: dict[str, str], expected: bool) -> None:
+    assert is_niced_by_ray(niceness, environ) == expected
