@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.logs import configure, hold_records
+from serve_llm.common.open_files import raise_limit
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
 from serve_llm.common.options.sources import build_options, collect_given, make_parser, read_command_line
 
@@ -35,6 +36,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     with hold_records(argv, environ):
         options = read_options(argv, environ)
     configure(options.log_level, "front ends", options.log_format)
+    raise_limit()
 
     import uvloop  # imported late, so that --help answers at once
 

@@ -21,6 +21,7 @@ from serve_llm.common.errors import EngineError, OptionError, PeerLost
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 4.0  # libzmq drops a connection without heartbeats for this long
 REFUSED_SECONDS = 30.0  # handshakes also fail if a proxy accepts connections before its peer is up
+BACKLOG = 4096  # connections that may wait to be accepted; others would try again after 1, 3, 7, ... seconds
 PING = b""  # checks that a peer exists; no other message is empty
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -72,6 +73,7 @@ class Endpoint:
         _prepare(socket, self._key, ipv6=":" in self.address)
         socket.curve_server = True
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a lost peer instead of dropping messages silently
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
         try:
             if max_segment is not None:
                 port = _prepare_listener(socket, self.address, port, max_segment)
@@ -115,7 +117,7 @@ def _prepare(socket: zmq.Socket[bytes], key: Key, ipv6: bool) -> None:
 def _prepare_listener(socket: zmq.Socket[bytes], address: str, port: int, max_segment: int) -> int:
     """Bind `socket` to a listening TCP socket whose connections limit their segment size. Returns the port."""
     family = tcp.AF_INET6 if ":" in address else tcp.AF_INET
-    listener = tcp.create_server((address, port), family=family, backlog=128)
+    listener = tcp.create_server((address, port), family=family, backlog=BACKLOG)
     listener.setsockopt(tcp.IPPROTO_TCP, tcp.TCP_MAXSEG, max_segment)
     bound_port = int(listener.getsockname()[1])
     socket.setsockopt(zmq.USE_FD, listener.detach())

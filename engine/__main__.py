@@ -20,6 +20,7 @@ import zmq
 from serve_llm.common import messages
 from serve_llm.common.errors import EngineError, ServeError
 from serve_llm.common.heartbeat import Heartbeat, heartbeat_path
+from serve_llm.common.open_files import raise_limit
 from serve_llm.engine import loop
 from serve_llm.engine.config import Config
 from serve_llm.engine.parallel.dp_sync import DPStepSync
@@ -95,6 +96,7 @@ def serve(channel: ZmqChannel, heartbeat: Heartbeat) -> None:
 def main() -> int:
     # The terminal sends Ctrl-C to the whole group; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_limit()  # in a program that uses `LLM`; the server has done it
     address = sys.argv[sys.argv.index("--connect") + 1]
     threading.Thread(target=_end_with_parent, args=(heartbeat_path(address).parent,), daemon=True).start()
     heartbeat = Heartbeat(heartbeat_path(address))

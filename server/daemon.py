@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from serve_llm.common.errors import OptionError
+from serve_llm.common.open_files import raise_limit
 from serve_llm.common.options.schema import Options
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def run(options: Options) -> int:
     from serve_llm.common.logs import configure
 
     configure(options.log_level, format=options.log_format)
+    raise_limit()
     code = uvloop.run(serve(options))
     logger.info("Stopped")
     return code

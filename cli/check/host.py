@@ -24,7 +24,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     mtu: int  # the interface's, in bytes
     probe_port: int  # where its `probe.ProbeServer` listens
     shm_bytes: int  # size of /dev/shm
-    open_files: int  # soft limit
+    open_files: int  # hard limit, to which the server raises the soft one; -1 if there is none
     locked_memory: int  # soft limit in bytes; -1 if there is none
     cores: int  # available to this process
     gpus: int
@@ -58,7 +58,7 @@ def inspect_host(rank: int, address: str, probe_port: int, model: str | None) ->
         mtu=hosts.read_mtu(interface),
         probe_port=probe_port,
         shm_bytes=_read_shm_bytes(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         cores=len(os.sched_getaffinity(0)),
         gpus=gpus,

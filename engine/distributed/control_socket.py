@@ -9,7 +9,7 @@ import tempfile
 import msgspec
 import zmq
 
-from serve_llm.common.curve_zmq import PING, Endpoint, send
+from serve_llm.common.curve_zmq import BACKLOG, PING, Endpoint, send
 from serve_llm.engine.distributed import messages
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,14 @@ class ControlSocket:
         self._size = size
         self._endpoint = endpoint
         self._directory = tempfile.mkdtemp(prefix="serve-llm-ranks-")  # mode 700: no other user reaches the socket
-        self._identities: dict[int, bytes] = {}
+        self._identities: dict[int, bytes] = {}  # by rank
+        self._ranks: dict[bytes, int] = {}  # by identity
         self._heartbeats: dict[int, bytes] = {}  # connections that stay open as long as their rank runs
         self._socket: zmq.Socket[bytes]
         if endpoint is None:
             self._socket = zmq.Context.instance().socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
             self.url = f"ipc://{self._directory}/control"
             self._socket.bind(self.url)
         else:
@@ -67,11 +69,12 @@ class ControlSocket:
             return None
         if isinstance(message, messages.WorkerHello) and message.rank in range(self._size):
             self._identities[message.rank] = identity
-        for rank, known in self._identities.items():
-            if known == identity:
-                return rank
-        logger.warning("ignored a message from a process that is not a rank")
-        return None
+            self._ranks[identity] = message.rank
+        rank = self._ranks.get(identity)
+        if rank is None or self._identities[rank] != identity:  # or from a process that another one has replaced
+            logger.warning("ignored a message from a process that is not a rank")
+            return None
+        return rank
 
     def find_lost(self) -> list[int]:
         """Find the ranks whose heartbeat connection is gone."""

@@ -107,7 +107,7 @@ class ChannelsReady(msgspec.Struct, tag=True, frozen=True):
 class Rendezvous(msgspec.Struct, frozen=True):
     """How ranks rendezvous through torch.distributed."""
 
-    host_ids: list[str]  # one per rank, in order
+    host_ids: list[str]  # one per rank of its tensor-parallel group, in order
     store: str  # address of the key-value store
     store_port: int
 

@@ -94,7 +94,7 @@ def connect_workers(
                 log_level="warning" if log_level == "info" else log_level,  # the engine logs once for all ranks
                 steps=setup.steps(rank),
                 rings=setup.rings(rank),
-                rendezvous=setup.rendezvous,
+                rendezvous=setup.rendezvous(rank),
                 expert_group=expert_setups[rank] if expert_setups else None,
                 log_format=read_format(),
                 logs_progress=log_level in ("info", "debug") and rank == ranks_on_host[0],

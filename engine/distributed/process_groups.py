@@ -162,7 +162,7 @@ class _GroupBuilder:
             rings = [ShmRingBuffer.open(ring) for ring in self._init.rings.tensor]
             return build_shm_group(rings, self._parallel.tp_rank(self._rank))
         name = f"tensor-parallel group of stage {self._parallel.pp_rank(self._rank)}"
-        hosts = [rendezvous.host_ids[rank] for rank in ranks]
+        hosts = rendezvous.host_ids
         return self._gpu_group(name, hosts) if self._device.type == "cuda" else self._cpu_group(name, hosts)
 
     def _gpu_group(self, name: str, hosts: list[str]) -> ProcessGroup:

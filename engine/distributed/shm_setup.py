@@ -40,7 +40,7 @@ class HostSetup:
     def __init__(self, parallel: ParallelLayout, ranks: Sequence[int], step_bytes: int) -> None:
         """step_bytes: the most that a step sends between stages; a link holds as many steps as are in flight."""
         self._parallel = parallel
-        self._ranks = ranks
+        self._ranks = frozenset(ranks)
         self._group_rings: dict[int, ShmRingBuffer] = {}
         self._link_rings: dict[int, ShmRingBuffer] = {}  # by the sending rank
         link_bytes = min(max(step_bytes * parallel.pp_size, MIN_LINK_BYTES), MAX_LINK_BYTES)
@@ -48,7 +48,7 @@ class HostSetup:
             num_readers = len(self._local_tp_group(rank)) - 1
             if num_readers > 0:
                 self._group_rings[rank] = ShmRingBuffer.create(num_readers, GROUP_BYTES)
-            if rank + parallel.tp_size in ranks:
+            if rank + parallel.tp_size in self._ranks:
                 self._link_rings[rank] = ShmRingBuffer.create(1, link_bytes)
 
     def _local_tp_group(self, rank: int) -> list[int]:
@@ -94,12 +94,16 @@ class RankSetup:
         self._step_bytes = step_bytes
         self._on_gpus = on_gpus
         self._local = [rank for rank, host in enumerate(host_ids) if host == engine_host_id]
+        self._reader_of = {rank: index for index, rank in enumerate(self._local)}
+        self._ranks_of: dict[str, list[int]] = {}  # by host
+        for rank, host in enumerate(host_ids):
+            self._ranks_of.setdefault(host, []).append(rank)
         self._remote = [rank for rank, host in enumerate(host_ids) if host != engine_host_id]
         self._host = HostSetup(parallel, [] if on_gpus else self._local, step_bytes)
         self._rings = {rank: self._host.rings(rank) for rank in self._local}
         self._shm_channel: ShmStepChannel | None = None
         self._socket_channel: SocketStepChannel | None = None
-        self.rendezvous: Rendezvous | None = None
+        self._store: tuple[str, int] | None = None  # address and port
         if self._local:
             self._shm_channel = ShmStepChannel(
                 ShmRingBuffer.create(len(self._local), MESSAGE_BYTES), ShmRingBuffer.create(1, MESSAGE_BYTES)
@@ -139,8 +143,7 @@ class RankSetup:
     def requests(self) -> dict[int, SetupChannels]:
         """Requests by rank: the first rank of each other host creates its rings, and rank 0 hosts the store."""
         requests = {}
-        for host in dict.fromkeys(self._host_ids):
-            ranks = [rank for rank, host_id in enumerate(self._host_ids) if host_id == host]
+        for ranks in self._ranks_of.values():
             first = ranks[0]
             hosts_store = first == 0 and self.needs_store
             if hosts_store or first in self._remote:
@@ -155,7 +158,14 @@ class RankSetup:
         for reply in replies.values():
             self._rings |= reply.rings
         if 0 in replies and self.needs_store:
-            self.rendezvous = Rendezvous(self._host_ids, addresses[0] or LOOPBACK, replies[0].store_port)
+            self._store = (addresses[0] or LOOPBACK, replies[0].store_port)
+
+    def rendezvous(self, rank: int) -> Rendezvous | None:
+        """How this rank joins its groups through torch.distributed; None if it needs no store."""
+        if self._store is None:
+            return None
+        address, port = self._store
+        return Rendezvous([self._host_ids[peer] for peer in self._parallel.tp_group(rank)], address, port)
 
     def steps(self, rank: int) -> StepRings | StepsUrl:
         """Where this rank reads steps."""
@@ -163,7 +173,7 @@ class RankSetup:
             return StepsUrl(self._socket_channel.url)
         assert self._shm_channel is not None, "the rank is on this host"
         steps, answers = self._shm_channel.handles
-        return StepRings(steps, self._local.index(rank), answers if rank == self._parallel.output_rank else None)
+        return StepRings(steps, self._reader_of[rank], answers if rank == self._parallel.output_rank else None)
 
     def rings(self, rank: int) -> RankRings:
         """The rings that this rank opens."""
@@ -171,7 +181,7 @@ class RankSetup:
 
     def local_ranks(self, rank: int) -> list[int]:
         """All ranks on this rank's host."""
-        return [other for other, host in enumerate(self._host_ids) if host == self._host_ids[rank]]
+        return self._ranks_of[self._host_ids[rank]]
 
     def close(self) -> None:
         """End all waits of the engine and of the ranks on its host. Safe to call from any thread."""

@@ -16,6 +16,7 @@ import zmq
 
 from serve_llm.common.curve_zmq import Endpoint, create_dealer, send
 from serve_llm.common.errors import EngineError
+from serve_llm.common.splits import name_numbers
 from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
 from serve_llm.engine.parallel.shm_ring import ShmRingBuffer
 
@@ -28,7 +29,7 @@ class ConnectionLost(ChannelClosed):
     """The step connection to these ranks was lost."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"the step connection to rank {' and '.join(map(str, ranks))} is lost")
+        super().__init__(f"the step connection to {name_numbers('rank', ranks)} is lost")
         self.ranks = ranks
 
 
@@ -125,12 +126,15 @@ class SocketStepChannel:
     def connect(self, seconds: float) -> None:
         """Wait until all ranks are connected. Raises EngineError naming those that are not."""
         deadline = time.monotonic() + seconds
-        while missing := [rank for rank in self._ranks if rank not in self._peers]:
+        while len(self._peers) < len(self._ranks):
             try:
                 peer, rank = self._receive(deadline)
             except TimeoutError:
-                raise EngineError(f"ranks {missing} did not open their step channel in {seconds:.0f} s") from None
+                missing = name_numbers("rank", set(self._ranks) - set(self._peers))
+                raise EngineError(f"{missing} did not open their step channel in {seconds:.0f} s") from None
             self._peers[int(rank)] = peer
+        # The first stage needs a step first, and a step goes to one rank after the other.
+        self._peers = {rank: self._peers[rank] for rank in self._ranks}
 
     def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
         """Send without waiting. Raises ChannelClosed after `close`, and ConnectionLost."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Protocol, TypeVar
 
 from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS, Endpoint
 from serve_llm.common.errors import EngineError, HostLost, RankFailed, ServeError
 from serve_llm.common.messages import Failed
+from serve_llm.common.open_files import check_limit
 from serve_llm.common.types import EPLBStats
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.control_socket import ControlSocket
@@ -26,6 +27,8 @@ END_SECONDS = 10.0  # time for the watching thread to end
 POLL_SECONDS = 0.1  # between two checks of the workers' processes
 STOPPED_BEATS = 5  # a process found stopped in this many successive checks, a second apart, has failed
 SETTLE_SECONDS = 0.3  # wait after the first sign of a failure, because its cause may arrive after its consequences
+FILES_PER_RANK = 4  # control connection, steps or heartbeat, parent-death pipe or ring, and one to spare
+MAX_NAMES = 8  # ranks that an error describes; with 1,024 ranks, the line would have 70,000 characters
 START_SECONDS = 300.0  # time for a process to start and import torch on a busy machine
 LOSS_SECONDS = LOST_SECONDS + 2 * BEAT_SECONDS  # time to detect the loss of another host
 
@@ -78,6 +81,7 @@ class WorkerGroup:
     ) -> None:
         """launch: starts the workers, which connect to the given URL. endpoint: for workers on several hosts; `close`
         closes it. start_seconds: limit for a worker to send WorkerHello."""
+        check_limit(FILES_PER_RANK * size, f"{size} ranks")
         self.size = size
         self.began = time.perf_counter()
         self.endpoint = endpoint
@@ -114,7 +118,7 @@ class WorkerGroup:
             if not late:
                 break
             if time.monotonic() > deadline:
-                names = "; ".join(map(self._describe, late))
+                names = self._describe_some(late)
                 raise EngineError(f"after {seconds:.0f} s still {_phase_before(kind)}: {names}")
         if kind is messages.WorkerHello and ranks is None:
             self._socket.remove_path()
@@ -172,13 +176,13 @@ class WorkerGroup:
             silent = [rank for rank in states if states[rank] == state]
             if silent:
                 break
-        names = "; ".join(map(self._describe, silent))
+        names = self._describe_some(silent)
         state_text = f", {state}" if state else ""
         return RankFailed(f"{names}{state_text}: no answer {self._phase(silent[0])} for {seconds:.0f} s")
 
     def build_loss_error(self, ranks: Iterable[int]) -> RankFailed:
         """Build the error of a step that could not be sent to these ranks."""
-        names = "; ".join(map(self._describe, ranks))
+        names = self._describe_some(list(ranks))
         return RankFailed(
             f"{names}: the connection for steps is lost: the network failed, or a process stood still for seconds"
         )
@@ -242,6 +246,12 @@ class WorkerGroup:
 
     def _phase(self, rank: int) -> str:
         return messages.PHASES[next(reversed(self._received[rank]), None)]
+
+    def _describe_some(self, ranks: Sequence[int]) -> str:
+        """Describe the first ranks, and how many others there are."""
+        names = "; ".join(map(self._describe, ranks[:MAX_NAMES]))
+        others = len(ranks) - MAX_NAMES
+        return f"{names}; and {others} other{'s' if others > 1 else ''}" if others > 0 else names
 
     def _describe(self, rank: int) -> str:
         return f"rank {rank} ({self._launched.describe_place(rank)})"

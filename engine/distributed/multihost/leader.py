@@ -18,6 +18,7 @@ from serve_llm.common.engine_placement import EnginePlacement
 from serve_llm.common.errors import CapacityError, EngineError, HostLost, OptionError, ServeError
 from serve_llm.common.options import parsers
 from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.splits import name_numbers
 from serve_llm.engine.distributed.choose import gather_facts
 from serve_llm.engine.distributed.launcher import WorkerLauncher
 from serve_llm.engine.distributed.multihost import messages
@@ -119,7 +120,7 @@ class MultiHostLeader:
         self._next_beat = 0.0
         if options.cluster_secret is None and self._ports[engine] == first_port:  # one of the engines says so
             logger.warning(OPEN, self._where)
-        logger.info("Waiting for node %s at %s", " and ".join(map(str, self._nodes)), self._where)
+        logger.info("Waiting for %s at %s", name_numbers("node", self._nodes), self._where)
         local_ranks = self._placement.local_ranks(engine)
         self._local = WorkerLauncher(local_ranks, url, secret=endpoint.secret, address=endpoint.address)
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
@@ -219,7 +220,7 @@ class MultiHostLeader:
         else:
             node.peer = peer
             node.joined = join
-            logger.info("Joined: %s, for rank %s", node, " and ".join(map(str, node.ranks)))
+            logger.info("Joined: %s, for %s", node, name_numbers("rank", node.ranks))
             on_gpus = gather_facts(self._options).num_gpus is not None
             options = messages.without_secrets(self._options)
             self._send(peer, messages.RunRanks(list(node.ranks), on_gpus, options, self._url))

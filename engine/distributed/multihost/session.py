@@ -18,6 +18,7 @@ from serve_llm.common.errors import CapacityError, EngineError, OptionError, Pee
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.messages import Failed
 from serve_llm.common.options.schema import Options
+from serve_llm.common.splits import name_numbers
 from serve_llm.engine.devices import VISIBLE_DEVICES, claim_gpus, list_gpus
 from serve_llm.engine.distributed.launcher import WorkerLauncher
 from serve_llm.engine.distributed.multihost import messages
@@ -159,7 +160,7 @@ class EngineSession:
         if options.data_parallel_size > 1:
             self._name = f"engine {self.engine}"
             of_engine = f" of {self._name}"
-        logger.info("Runs rank %s%s of %s", " and ".join(map(str, order.ranks)), of_engine, options.model)
+        logger.info("Runs %s%s of %s", name_numbers("rank", order.ranks), of_engine, options.model)
         self._rank_numbers = order.ranks
         self._ranks = WorkerLauncher(
             order.ranks,

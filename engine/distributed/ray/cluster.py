@@ -18,6 +18,7 @@ from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from serve_llm.common.errors import CapacityError, EngineError, OptionError
+from serve_llm.common.splits import name_numbers
 from serve_llm.engine.distributed.ray import placement
 from serve_llm.engine.distributed.ray.discovery import LOCAL
 from serve_llm.engine.distributed.ray.placement import Bundle, RayNode
@@ -107,7 +108,7 @@ def reserve(
         placement.check_engines(_nodes(kind), layout, num_engines, kind)
         reservation = _take_free(layout, kind, deadline)
     bundles = placement.plan_bundles(reservation.places, layout)
-    on = (f"{placement.name_ranks(ranks)} on {reservation.places[ranks[0]].address}" for ranks in bundles)
+    on = (f"{name_numbers('rank', ranks)} on {reservation.places[ranks[0]].address}" for ranks in bundles)
     logger.info("Ray places %s, one %s each", ", ".join(on), kind)
     for line in placement.describe_spread_groups(reservation.places, layout):
         logger.warning("%s", line)

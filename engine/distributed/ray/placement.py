@@ -130,11 +130,6 @@ def plan_bundles(places: Sequence[RayNode], layout: ParallelLayout) -> list[rang
     return bundles
 
 
-def name_ranks(ranks: range) -> str:
-    """Name the ranks, such as "rank 4" and "ranks 0-3"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-
-
 def describe_spread_groups(places: Sequence[RayNode], layout: ParallelLayout) -> list[str]:
     """Warnings for tensor-parallel groups that are on several nodes."""
     lines = []

@@ -58,7 +58,8 @@ def build(
 ) -> ProcessGroups:
     on_gpu: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": False}
     config: Config = replace(CONFIG, **on_gpu | fields)
-    span = messages.Rendezvous(hosts or ["here"] * grid.size, "127.0.0.1", 1)
+    group_hosts = [hosts[peer] if hosts else "here" for peer in grid.tp_group(rank)]
+    span = messages.Rendezvous(group_hosts, "127.0.0.1", 1)
     rings = messages.RankRings([], None, None)
     steps = messages.StepsUrl("tcp://127.0.0.1:1")
     begin = messages.InitWorker(config, "{}", grid.size, rank, "info", steps, rings, span)

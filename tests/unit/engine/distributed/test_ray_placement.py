@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_llm.common.errors import CapacityError
+from serve_llm.common.splits import name_numbers
 from serve_llm.engine.distributed.ray.placement import (
     Bundle,
     RayNode,
     assign_bundles,
     check_engines,
     describe_spread_groups,
-    name_ranks,
     place_ranks,
     plan_bundles,
     select_nodes,
@@ -143,7 +143,7 @@ def test_given_bundles_are_filled_and_never_overfilled(
 
 def test_ranks_are_named_by_their_ends() -> None:
     bundles = plan_bundles(place_ranks(cluster(2, 1), ParallelLayout(3, 1), "GPU"), ParallelLayout(3, 1))
-    assert [name_ranks(ranks) for ranks in bundles] == ["ranks 0-1", "rank 2"]
+    assert [name_numbers("rank", ranks) for ranks in bundles] == ["ranks 0-1", "rank 2"]
 
 
 def test_a_replacement_waits_for_lost_nodes_for_a_while() -> None:

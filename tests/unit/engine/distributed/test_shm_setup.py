@@ -32,7 +32,7 @@ def test_two_stages_of_two() -> None:
 
 def test_one_host_alone_has_all_to_say_at_once() -> None:
     setup = RankSetup(ParallelLayout(2, 2), ["h"] * 4, "h", 1000, None)
-    assert setup.requests() == {} and setup.rendezvous is None and not setup.tp_groups_across_hosts
+    assert setup.requests() == {} and setup.rendezvous(0) is None and not setup.tp_groups_across_hosts
     ends = [setup.steps(rank) for rank in range(4)]
     assert all(isinstance(one, StepRings) for one in ends)
     assert [one.reader for one in ends if isinstance(one, StepRings)] == [0, 1, 2, 3]
@@ -45,7 +45,7 @@ def test_gpus_of_one_host_meet_in_a_store_and_share_steps_only() -> None:
     assert setup.requests() == {0: SetupChannels(2, 2, [], 1000, True)}
     setup.add_replies({0: ChannelsReady({}, 4711)}, [""] * 4)
     assert [setup.rings(rank) for rank in range(4)] == [RankRings([], None, None)] * 4
-    assert setup.rendezvous == Rendezvous(["h"] * 4, "127.0.0.1", 4711)
+    assert setup.rendezvous(3) == Rendezvous(["h"] * 2, "127.0.0.1", 4711)
     assert all(isinstance(setup.steps(rank), StepRings) for rank in range(4))
     assert RankSetup(ParallelLayout(), ["h"], "h", 1000, None, on_gpus=True).requests() == {}
 
@@ -86,12 +86,8 @@ def test_a_stage_on_each_host(endpoint: Endpoint) -> None:
     rings = [setup.rings(rank) for rank in range(4)]
     assert [len(one.tensor) for one in rings] == [2, 2, 2, 2]
     assert not any(one.previous or one.next for one in rings)
-    assert setup.rendezvous is not None
-    assert (setup.rendezvous.host_ids, setup.rendezvous.store, setup.rendezvous.store_port) == (
-        ["a", "a", "b", "b"],
-        "x",
-        4711,
-    )
+    assert setup.rendezvous(1) == Rendezvous(["a", "a"], "x", 4711)
+    assert setup.rendezvous(2) == Rendezvous(["b", "b"], "x", 4711)
     assert [type(setup.steps(rank)) for rank in range(4)] == [StepRings, StepRings, StepsUrl, StepsUrl]
     assert [setup.steps(rank).answers for rank in (0, 1)] == [None, None], "rank 2 answers, by its socket"
     assert [setup.local_ranks(rank) for rank in (1, 2)] == [[0, 1], [2, 3]]
@@ -119,7 +115,7 @@ def test_stages_that_lie_on_two_hosts(endpoint: Endpoint) -> None:
 def test_an_engine_without_ranks_of_its_own(endpoint: Endpoint) -> None:
     setup = RankSetup(ParallelLayout(2, 1), ["b", "b"], "a", 1000, endpoint)
     assert setup.requests() == {0: SetupChannels(2, 1, [0, 1], 1000, False)}
-    assert setup.rendezvous is None and not setup.needs_store
+    assert setup.rendezvous(0) is None and not setup.needs_store
     assert all(isinstance(setup.steps(rank), StepsUrl) for rank in (0, 1))
     setup.step_channel()
     setup.close()

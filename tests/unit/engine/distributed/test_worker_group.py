@@ -305,3 +305,10 @@ def test_last_words_count_more_than_how_it_ended(ranks: Ranks) -> None:
     ranks.say(1, Failed("ModelError", "a tensor is missing"))
     with pytest.raises(ModelError, match=r"rank 1 .* failed while loading weights: a tensor is missing"):
         worker_group.gather(GroupsReady, LIMIT)
+
+
+def test_an_error_describes_a_few_of_many_ranks(ranks: Ranks) -> None:
+    worker_group: WorkerGroup = ranks.worker_group
+    text = str(worker_group.build_loss_error(range(20)))
+    assert text.count("host h, pid") == 8
+    assert "rank 7 (host h, pid 107); and 12 others: the connection for steps is lost" in text
