@@ -118,7 +118,8 @@ class Choice:
                 logger.exception("the output of request %d could not be converted to text", output.id)
             self._generation.fail(GenerationFailed("the output could not be converted to text"))
             return
-        self._num_preemptions += output.num_preemptions
+        if output.num_preemptions:
+            self._num_preemptions += output.num_preemptions
         if self.times.last_token is None:
             self._begin(output)
         meter = self.submitted.meter
@@ -134,6 +135,13 @@ class Choice:
         """Return the delta since the last call."""
         self._has_changed = False
         return self.output.take()
+
+    def take_plain_text(self) -> str | None:
+        """See `OutputProcessor.take_plain_text`."""
+        text = self.output.take_plain_text()
+        if text is not None:
+            self._has_changed = False
+        return text
 
     def end(self, reason: FinishReason) -> None:
         """Record the end of the choice."""

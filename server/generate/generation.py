@@ -226,6 +226,14 @@ class Generation:
             return [changed[0].take()]
         return [choice.take() for choice in changed]
 
+    def take_plain_text(self) -> str | None:
+        """The new text of the only choice, if nothing but text is new. Otherwise None, and nothing
+        is taken."""
+        text = self._changed[0].take_plain_text() if self._changed else None
+        if text is not None:
+            self._changed.clear()
+        return text
+
     async def wait(self, seconds: float) -> bool:
         """Wait at most this long until `next` has something to return. Returns False if it still has nothing."""
         if not self._changed and self._open and not self.closed:

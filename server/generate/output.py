@@ -20,6 +20,8 @@ from serve_llm.server.generate.repetition import RepetitionDetector
 from serve_llm.server.generate.stop import StopScanner
 from serve_llm.server.sampling_params import SamplingParams
 
+_NO_IDS: list[int] = []  # never changed; one object for all choices instead of a new list per token
+
 
 class TurnParser(Protocol):
     """`server.dialects.parser.DialectParser`."""
@@ -124,18 +126,36 @@ class OutputProcessor:
         self._vector: bytes | None = None
 
     def push(self, output: EngineCoreOutput) -> int:
-        """Add a step's output. Returns how many of its tokens belong to the text, that is, precede a stop string."""
+        """Add a step's output, whose list of ids the processor keeps. Returns how many of its tokens belong to the
+        text, that is, precede a stop string."""
         if not self._has_started:
             self._start(output)
         if not self._is_plain or output.finish_reason is not None:
             return self._push_token_by_token(output)
-        for token_id in output.token_ids:
+        token_ids = output.token_ids
+        for token_id in token_ids:
             text = self._detokenizer.push(token_id)
             if text:
                 self._text.append(text)
-        self._token_ids += output.token_ids
-        self.num_tokens += len(output.token_ids)
-        return len(output.token_ids)
+        if self._token_ids:
+            self._token_ids += token_ids
+        else:  # usually
+            self._token_ids = token_ids
+        num_tokens = len(token_ids)
+        self.num_tokens += num_tokens
+        return num_tokens
+
+    def take_plain_text(self) -> str | None:
+        """Like `take` if the output since the last call is nothing but text, whose ids nobody needs; otherwise None,
+        and nothing is taken."""
+        if not self._has_been_taken or self._entries or self._has_other_pieces or self._num_calls or self.finish_reason:
+            return None
+        text = "".join(self._text)
+        self._text.clear()
+        self._token_ids = _NO_IDS
+        if self._pieces:
+            self._pieces = []
+        return text
 
     def take(self) -> Delta:
         """Return the output since the last call."""
@@ -190,6 +210,8 @@ class OutputProcessor:
         num_before = self.num_tokens
         hides_stop_id = output.stop_id is not None and not self._params.include_stop_str_in_output
         num_shown = len(output.token_ids) - hides_stop_id
+        if self._token_ids is _NO_IDS:
+            self._token_ids = []
         for position, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
             offset = self._num_decoded

@@ -29,3 +29,14 @@ class BodyWriter:
         cycle = self._cycle
         if content and not cycle.disconnected:
             self._write(b"%x\r\n%b\r\n" % (len(content), content) if cycle.chunked_encoding else content)
+
+    def write_framed(self, before: bytes, content: bytes, after: bytes) -> None:
+        """Write the three as one part, which is copied once. Does nothing if the client is gone."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return
+        if cycle.chunked_encoding:
+            size = len(before) + len(content) + len(after)
+            self._write(b"%x\r\n%b%b%b\r\n" % (size, before, content, after))
+        else:
+            self._write(before + content + after)

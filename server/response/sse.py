@@ -65,6 +65,12 @@ class SSEEncoder:
             self._before_text = self._before_index % delta.index
         return self._before_text + encode_json(delta.text) + self._after_text
 
+    @property
+    def text_frame(self) -> tuple[bytes, bytes] | None:
+        """What an event with only new text of choice 0 has before and after the text, which is a JSON string. None if
+        events need more than the text."""
+        return (self._before_index % 0, self._after_text) if self._returns_only_text else None
+
     def encode_ping(self, counts: TokenCounts) -> bytes:
         return PING
 

@@ -17,7 +17,7 @@ from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
 from serve_llm.server.http.errors import RequestError
 from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseMeta
+from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseMeta, encode_json
 from serve_llm.server.response.sse import SSEEncoder
 from serve_llm.server.routes.app_state import AppState, Caller
 from serve_llm.server.routes.document import describe_route
@@ -193,17 +193,25 @@ class _EventPusher:
     """Writes the usual events of one stream. Has slots, because a token's time depends on the objects that it
     touches."""
 
-    __slots__ = ("_events", "_generation", "_writer")
+    __slots__ = ("_after_text", "_before_text", "_events", "_generation", "_writer")
 
     def __init__(self, generation: Generation, events: EventEncoder, writer: BodyWriter) -> None:
         self._generation = generation
         self._events = events
         self._writer = writer
+        frame = events.text_frame if isinstance(events, SSEEncoder) and len(generation.choices) == 1 else None
+        self._before_text, self._after_text = frame or (b"", b"")
 
     def write_new(self) -> bool:
         """See `Generation.push_to`. Returns False if the client does not keep up."""
         if not self._writer.is_ready:
             return False
+        if self._before_text:  # usually; without a delta, a token touches fewer objects
+            text = self._generation.take_plain_text()
+            if text is not None:
+                if text:
+                    self._writer.write_framed(self._before_text, encode_json(text), self._after_text)
+                return True
         counts = self._generation.counts() if self._events.continuous_usage else None
         self._writer.write(self._events.encode(self._generation.take_changed(), counts))
         return True

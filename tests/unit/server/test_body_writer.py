@@ -29,6 +29,9 @@ class FakeWriter:
             self.num_written += 1
             self.call.sent.append({"type": "http.response.body", "body": content, "more_body": True})
 
+    def write_framed(self, before: bytes, content: bytes, after: bytes) -> None:
+        self.write(before + content + after)
+
 
 def post(served: Served, writer: FakeWriter, **body: object) -> Call:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +57,15 @@ async def step_until_ended(served: Served, writer: FakeWriter, readiness: Callab
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"n": 2, "temperature": 1.0, "seed": 1}, {"stream_options": {"continuous_usage_stats": True}}]
+    "body",
+    [
+        {},
+        {"n": 2, "temperature": 1.0, "seed": 1},
+        {"stream_options": {"continuous_usage_stats": True}},
+        {"stream_options": {"include_usage": True}},
+        {"stop": ["never"]},
+        {"logprobs": 1},
+    ],
 )
 @pytest.mark.parametrize("period", [1, 2], ids=["always", "sometimes"])
 def test_the_events_are_those_that_are_sent_otherwise(serve: Serve, body: dict[str, object], period: int) -> None:

@@ -176,7 +176,7 @@ def test_a_stop_id_is_the_stop_reason_and_shown_only_on_request(model: ServedMod
     for include, text in ((False, "a"), (True, "ab")):
         params = SamplingParams(stop_token_ids=b, include_stop_str_in_output=include)
         processor = OutputProcessor(0, PROMPT, params, DetokenizerFactory(model.tokenizer), (EOS,), None)
-        processor.push(EngineCoreOutput(0, a))
+        processor.push(EngineCoreOutput(0, list(a)))
         processor.push(EngineCoreOutput(0, b, FinishReason.STOP, b[0]))
         delta = processor.take()
         assert (delta.text, delta.stop_reason) == (text, b[0])

@@ -44,6 +44,9 @@ class Writer:
         self.call.sent.append({"type": "http.response.body", "body": content, "more_body": True})
         self.call.news.set()
 
+    def write_framed(self, before: bytes, content: bytes, after: bytes) -> None:
+        self.write(before + content + after)
+
 
 @pytest.fixture
 def served(serve: Serve, model: ServedModel) -> Served:
