@@ -6,8 +6,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
+import shutil
 import socket
 import sys
+from pathlib import Path
 
 import uvloop
 
@@ -36,9 +39,12 @@ def main() -> int:
 
 
 async def _run(channel: socket.socket, listener: socket.socket) -> None:
+    parent = os.getppid()
     front_end = FrontEnd(listener)
     await asyncio.get_running_loop().create_unix_connection(lambda: front_end.channel, sock=channel)
     await front_end.run()
+    if os.getppid() != parent and front_end.server_socket is not None:  # the server was killed and could not do it
+        shutil.rmtree(Path(front_end.server_socket).parent, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class FrontEnd:
     """Connect `channel` before `run`."""
 
     def __init__(self, listener: socket.socket) -> None:
+        self.server_socket: str | None = None  # path, once the server process has sent it
         self.channel = MessageChannel(self._receive)
         self._listener = listener
         self._dispatcher: RemoteDispatcher | None = None
@@ -131,6 +132,7 @@ class FrontEnd:
             options = replace(options, seed=(options.seed + setup.number) % 2**64)
         refused = self._dispatcher.refused
         app = create_front_end_app(self._dispatcher, model, options, self._adapters, refused, tracing, setup.start_time)
+        self.server_socket = setup.server_socket
         forwarder = Forwarder(app.app, list_forwarded_paths(options), setup.server_socket)
         self._http_server = HttpServer(
             PathMiddleware(forwarder), options.limits, options.ssl_keyfile, options.ssl_certfile

@@ -135,8 +135,9 @@ def test_adapters_come_and_go_in_all_front_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_outlives_the_server() -> None:
-    with Daemon("demo", "--front-ends", "2", "--kv-cache-memory", "16MiB") as daemon:
+def test_nothing_outlives_the_server(tmp_path: Path) -> None:
+    options = ("--front-ends", "2", "--kv-cache-memory", "16MiB")
+    with Daemon("demo", *options, environ={"TMPDIR": str(tmp_path)}) as daemon:
         daemon.wait_until_logged("Listening on")
         daemon.signal(signal.SIGHUP)  # too early, which does no harm
         daemon.wait_until_serving()
@@ -146,6 +147,7 @@ def test_nothing_outlives_the_server() -> None:
         daemon.signal(signal.SIGKILL)
         daemon.wait()
         assert psutil.wait_procs(children, timeout=30)[1] == []
+        assert list(tmp_path.glob("serve-llm-*")) == []
 
 
 @pytest.mark.long
