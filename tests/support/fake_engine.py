@@ -104,9 +104,9 @@ class FakeRanksEngine:
         builder = mp.connect_workers(self._config, spec, model, self._worker_group, None)
         self._note("all ranks have a step connection")
         builder.load()
-        layouts = [ready.layout for ready in builder.allocate_cache(fake_hosts.NUM_BLOCKS, 0)]
+        configs = [ready.kv_cache_config for ready in builder.allocate_cache(fake_hosts.NUM_BLOCKS, 0)]
         self._note("all ranks are ready")
-        self._executor = builder.build_executor(layouts[0])
+        self._executor = builder.build_executor(configs[0])
         self._worker_group.serve()
 
     def step(self) -> list[int | None]:

@@ -35,7 +35,7 @@ from serve_llm.engine.worker.kv_cache import KVCacheConfig
 ADDRESS = "127.0.0.1"
 SECRET = "s"
 NUM_BLOCKS = 100
-LAYOUT = KVCacheConfig((), 4096, NUM_BLOCKS)
+KV_CACHE_CONFIG = KVCacheConfig((), 4096, NUM_BLOCKS)
 
 
 def start(
@@ -146,7 +146,7 @@ class FakeHosts:
             self._send(rank, messages.GroupsReady())
             self._send(rank, messages.LoadDone(NUM_BLOCKS, 1 << 30, CpuThreads(1, "1 core for 1 rank", 1, 1)))
         else:
-            self._send(rank, messages.CacheReady(LAYOUT))
+            self._send(rank, messages.CacheReady(KV_CACHE_CONFIG))
 
     def _send(self, rank: int, message: messages.FromRank) -> None:
         assert self._rank_lines is not None
