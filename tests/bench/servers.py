@@ -75,12 +75,14 @@ def named(text: str, model: str) -> Recipe:
 
 
 def peer(text: str, model: str, threads: int) -> Recipe:
-    """Parse `NAME=PROGRAM[,MODEL]`: a known server in its own environment. Raises ValueError.
+    """Parse `NAME=PROGRAM[,MODEL]` or `NAME:LABEL=...`: a known server in its own environment. Raises ValueError.
 
     PROGRAM is that environment's Python interpreter (for llama-cpp: the program llama-server). MODEL is what it loads
-    if that is not `model`: openvino needs a converted folder, llama-cpp a GGUF file.
+    if that is not `model`: openvino needs a converted folder, llama-cpp a GGUF file. A label tells the same server with
+    different models apart.
     """
     name, _, rest = text.partition("=")
+    kind = name.partition(":")[0]
     program, _, own_model = rest.partition(",")
     model, port = own_model or model, str(free_port())
     commands: dict[str, tuple[str, dict[str, str]]] = {
@@ -106,15 +108,15 @@ def peer(text: str, model: str, threads: int) -> Recipe:
             {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(HERE / "peers")},  # must exist; it lists the models there
         ),
     }
-    if name not in commands:
-        raise ValueError(f"--peer {text}: {name!r} is not known; there are {', '.join(commands)}")
+    if kind not in commands:
+        raise ValueError(f"--peer {text}: {kind!r} is not known; there are {', '.join(commands)}")
     if not Path(program).is_file():
         raise ValueError(f"--peer {text}: there is no program {program!r}; install the peer in its own environment")
     if not Path(model).exists():
         raise ValueError(f"--peer {text}: there is no model {model!r}")
-    arguments, environ = commands[name]
+    arguments, environ = commands[kind]
     words = [word.replace("{port}", port).replace("{model}", model) for word in shlex.split(arguments)]
-    return Recipe(name, f"http://127.0.0.1:{port}", (program, *words), environ, takes_text=name == "transformers")
+    return Recipe(name, f"http://127.0.0.1:{port}", (program, *words), environ, takes_text=kind == "transformers")
 
 
 class Server:

@@ -78,4 +78,6 @@ def test_a_peer_runs_in_its_own_environment(tmp_path: Path) -> None:
     recipe = peer(f"llama-cpp={sys.executable},{tmp_path}", "unused", threads=3)
     words = " ".join(recipe.command)
     assert recipe.command[0] == sys.executable and f"--model {tmp_path} --port " in words and "--threads 3" in words
+    labelled = peer(f"llama-cpp:q8={sys.executable},{tmp_path}", "unused", threads=3)
+    assert labelled.name == "llama-cpp:q8" and labelled.command[1:4] == ("--model", str(tmp_path), "--port")
     assert "0-2" in peer(f"vllm={sys.executable}", str(tmp_path), threads=3).environ["VLLM_CPU_OMP_THREADS_BIND"]
