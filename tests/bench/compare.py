@@ -1,6 +1,6 @@
 """Compare servers: run the same workloads on several of them in turns (A B A B ...).
 
-Run: PYTHONPATH=tests python -m bench.compare SERVER ... [--peer NAME=PROGRAM[,MODEL] ...] --model DIR
+Run: PYTHONPATH=tests python -m bench.compare SERVER ... [--peer NAME[:LABEL]=PROGRAM[,MODEL] ...] --model DIR
 SERVER is `serve-llm` (from this environment, without drafts), NAME=URL, or NAME=COMMAND with {port}, perhaps {model}:
 
     PYTHONPATH=tests python -m bench.compare serve-llm old='/old/bin/serve-llm {model} --port {port}' --model DIR
@@ -10,7 +10,8 @@ Each server is started once, warmed up, and suspended with SIGSTOP while another
 busy-waits does not slow the others; with --alone, only one exists at a time. In a turn all servers get the same
 prompts; each turn uses new ones, so that no prefix cache holds them. Ratios are computed within a turn; the tables give
 the median over the turns, the minimum and the maximum. --poisson 0.6 adds W2's lengths at random times, at 0.6 of the
-request rate that the same server reached on W2. Prints tables, then one JSON line.
+request rate that the same server reached on W2. --texts sends the texts of bench.speculation in one stream instead,
+to compare drafts: give the commands of servers with and without them. Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from pathlib import Path
 
 import msgspec
 
-from bench import load
+from bench import draft_texts, load
 from bench.load import Result, single_words
 from bench.servers import Recipe, Server, StartError, named, peer, running, stop_on_signals
 from bench.workloads import WARM, WORKLOADS, Workload
+from serve_llm.common.errors import ModelError
+from serve_llm.common.hub import resolve_model
 
 # The compared figures: heading, field, format. For the first one more is better, for the others less.
 FIGURES: tuple[tuple[str, Callable[[Result], float], str], ...] = (
@@ -90,12 +93,13 @@ class Comparison:
     def __init__(
         self,
         recipes: Sequence[Recipe],
-        workloads: Sequence[str],
+        workloads: Mapping[str, Workload],
         poisson: float | None,
         ids: Sequence[int],
         words: Mapping[int, str],
     ) -> None:
         self.recipes, self._poisson, self._ids, self._words = recipes, poisson, ids, words
+        self._workloads = workloads
         names = [*workloads, *([f"W2 at {poisson:g}"] if poisson else [])]
         self.results: dict[str, dict[str, list[Result]]] = {
             workload: {recipe.name: [] for recipe in recipes} for workload in names
@@ -141,11 +145,11 @@ class Comparison:
 
     def _measure(self, server: Server, workload: str, turn: int) -> None:
         rate = None
-        if workload not in WORKLOADS:  # arrivals at a share of this server's capacity
+        if workload not in self._workloads:  # arrivals at a share of this server's capacity
             before = self.results["W2"][server.name][-1]
             rate = self._poisson * before.requests / before.seconds if self._poisson else None
         other_prompts = replace(WORKLOADS["W2"], name=workload)  # prompts that are in no prefix cache
-        result = self._load(server, WORKLOADS.get(workload, other_prompts), turn, rate)
+        result = self._load(server, self._workloads.get(workload, other_prompts), turn, rate)
         self.results[workload][server.name].append(result)
         sys.stderr.write(f"turn {turn + 1}: {workload} {server.name:14} {load.line(result)}\n")
 
@@ -163,6 +167,19 @@ class Comparison:
         return lines
 
 
+def find_workloads(texts: str | None, names: Sequence[str] | None, model: str) -> dict[str, Workload]:
+    """Return the workloads of these names; None: the usual ones. Raises ValueError."""
+    known, usual = WORKLOADS, ["W1", "W2", "W3", "W4"]
+    if texts is not None:
+        known = draft_texts.make_workloads(texts, Path(resolve_model(model)) / "tokenizer.json")
+        usual = list(known)
+    chosen = usual if names is None else names
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ValueError(f"--workloads: {unknown[0]!r} is not known; there are {', '.join(sorted(known))}")
+    return {name: known[name] for name in chosen}
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="*", metavar="SERVER")
@@ -170,7 +187,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="append", default=[], help="vllm, openvino, llama-cpp or transformers: see above"
     )
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], choices=sorted(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="default: W1 W2 W3 W4, or all of the texts")
+    parser.add_argument("--texts", choices=draft_texts.TEXTS, help="send these texts of bench.speculation, one stream")
     parser.add_argument(
         "--poisson", type=float, metavar="SHARE", help="also run W2 at random times, at this share of its rate"
     )
@@ -181,6 +199,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.turns < 1 or given.threads < 1:
         parser.error("--turns and --threads must be at least 1")
+    try:
+        given.workloads = find_workloads(given.texts, given.workloads, given.model)
+    except (ValueError, ModelError) as error:
+        parser.error(str(error))
     if given.poisson is not None and not (0 < given.poisson <= 1 and "W2" in given.workloads):
         parser.error("--poisson wants a share above 0 and up to 1, and W2 among the workloads")
     try:
@@ -192,6 +214,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("name at least one SERVER or --peer")
     if len({recipe.name for recipe in given.recipes}) < len(given.recipes):
         parser.error("every server needs a name of its own")
+    if given.texts and any(recipe.takes_text for recipe in given.recipes):
+        parser.error("--texts needs servers that accept token ids; transformers does not")
     return given
 
 

@@ -21,6 +21,11 @@ import textwrap
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from bench.workloads import Workload
 
 MAX_CHARACTERS = 1200  # the demo model's context is 2,048 tokens
 TUNED_ON = (fnmatch.translate, heapq.merge, heapq.nsmallest, textwrap.dedent, shlex.split, textwrap.indent)
@@ -38,6 +43,8 @@ MODULES = (argparse, calendar, configparser, csv, difflib, functools, tarfile, z
 COPIES = 1.6  # target ratio for texts that copy
 LOSES_NOTHING = 0.98  # target ratio for other texts
 FEW_IDS = 6  # number of ids that `noise` consists of
+OUTPUT_TOKENS = 200  # of each request to a server
+REQUESTS = 2  # to a server in a turn; three turns send all texts of most tasks once
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,24 @@ def make_others() -> dict[str, Task]:
 
 
 TEXTS: dict[str, Callable[[], dict[str, Task]]] = {"tuned": make_tuned, "other": make_others}
+
+
+def make_workloads(texts: str, tokenizer: Path) -> dict[str, Workload]:
+    """Return a workload of one stream for each task that needs no biases of single ids. texts: a key of TEXTS."""
+    encoder = Tokenizer.from_file(str(tokenizer))
+    return {
+        name: Workload(
+            name,
+            streams=1,
+            prompt_tokens=0,
+            output_tokens=OUTPUT_TOKENS,
+            requests=REQUESTS,
+            texts=[encoder.encode(prompt).ids for prompt in task.prompts],
+            temperature=task.temperature,
+        )
+        for name, task in TEXTS[texts]().items()
+        if not task.few_ids
+    }
 
 
 def _ask_for_edit(source: str) -> str:

@@ -30,6 +30,7 @@ from bench.workloads import WORKLOADS, Workload, percentile, poisson_arrivals
 from serve_llm.cli.bench.client import StreamClient, TimedReply
 
 IDS = range(300, 31000)
+GREEDY: Mapping[str, object] = {"temperature": 0}
 
 
 def single_words(tokenizer: Path) -> dict[int, str]:
@@ -48,14 +49,16 @@ class Target:
         self._client = StreamClient(url)
         self._model, self._words = model, words
 
-    async def complete(self, prompt: Sequence[int], output_tokens: int) -> TimedReply:
+    async def complete(
+        self, prompt: Sequence[int], output_tokens: int, sampling: Mapping[str, object] = GREEDY
+    ) -> TimedReply:
         asked: dict[str, object] = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": output_tokens,
-            "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **sampling,
         }
         if self._words is None:
             asked["ignore_eos"] = True
@@ -105,11 +108,18 @@ def summarise(replies: Sequence[TimedReply], seconds: float, wanted: int, client
     )
 
 
+def sampling_of_texts(workload: Workload, turn: int) -> dict[str, object]:
+    """Return fields that make all servers sample alike, and let no draft or prefix come from another turn's texts."""
+    alike = {"temperature": workload.temperature, "top_p": 1, "top_k": 0, "min_p": 0, "seed": turn}
+    return alike | {"cache_salt": f"{workload.name} {turn}"}
+
+
 async def drive(target: Target, workload: Workload, turn: int, ids: Sequence[int], rate: float | None = None) -> Result:
     """Send all requests. rate: arrivals per second; None: closed loop. A shared prefix is sent first, uncounted."""
     if workload.shared_tokens:
         await target.complete([*workload.shared(ids), ids[turn % len(ids)]], 1)
     prompts = workload.prompts(turn, ids)
+    sampling = sampling_of_texts(workload, turn) if workload.texts else GREEDY
     used, began = _cpu_seconds(), time.perf_counter()
     if rate is None:
         waiting = iter(prompts)
@@ -117,14 +127,14 @@ async def drive(target: Target, workload: Workload, turn: int, ids: Sequence[int
 
         async def stream() -> None:
             for prompt in waiting:
-                replies.append(await target.complete(prompt, workload.output_tokens))
+                replies.append(await target.complete(prompt, workload.output_tokens, sampling))
 
         await asyncio.gather(*(stream() for _ in range(workload.streams)))
     else:
 
         async def arrive(prompt: list[int], after: float) -> TimedReply:
             await asyncio.sleep(began + after - time.perf_counter())
-            return await target.complete(prompt, workload.output_tokens)
+            return await target.complete(prompt, workload.output_tokens, sampling)
 
         arrivals = poisson_arrivals(rate, len(prompts), turn)
         replies = await asyncio.gather(*map(arrive, prompts, arrivals))

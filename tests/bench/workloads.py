@@ -24,6 +24,8 @@ class Workload:
     output_tokens: int
     requests: int
     shared_tokens: int = 0  # shared by every prompt, at its start
+    texts: Sequence[Sequence[int]] = ()  # prompts instead of random ids; each turn takes the next `requests` of them
+    temperature: float = 0.0
 
     def shared(self, ids: Sequence[int]) -> list[int]:
         rng = random.Random(SHARED_SEED)
@@ -32,6 +34,9 @@ class Workload:
     def prompts(self, turn: int, ids: Sequence[int]) -> list[list[int]]:
         """Return one prompt per request. ids: the ids to choose from, for example those that every server can turn into
         text."""
+        if self.texts:
+            first = turn * self.requests
+            return [list(self.texts[(first + number) % len(self.texts)]) for number in range(self.requests)]
         rng = random.Random(f"{self.name} {turn}")
         shared = self.shared(ids)
         return [shared + [rng.choice(ids) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from bench.compare import best_peer, parse, ratios, spread, table
+from bench.compare import best_peer, find_workloads, parse, ratios, spread, table
 from bench.load import Result
 
 BASE = Result(
@@ -55,6 +55,9 @@ def test_the_table_names_ratios_to_the_first_and_to_the_best() -> None:
         (["a=http://x", "a=http://y"], "a name of its own"),
         (["serve-llm", "--turns", "0"], "at least 1"),
         (["serve-llm", "--poisson", "0.6", "--workloads", "W1"], "W2 among the workloads"),
+        (["serve-llm", "--workloads", "W9"], "'W9' is not known; there are W1, W2, W3, W4, tiny"),
+        (["serve-llm", "--texts", "tuned", "--workloads", "W1"], "'W1' is not known; there are edit, ordinary, quote"),
+        (["serve-llm", "--texts", "tuned", "--peer", "transformers=/bin/true,/tmp"], "accept token ids"),
         (["nonsense"], "neither serve-llm nor NAME=URL"),
         (["serve-llm", "--peer", "triton=/bin/true"], "'triton' is not known; there are vllm, openvino"),
         (["serve-llm", "--peer", "vllm=/nowhere/python"], "there is no program '/nowhere/python'"),
@@ -67,3 +70,9 @@ def test_bad_arguments_are_refused_with_the_reason(
     with pytest.raises(SystemExit):
         parse([*arguments, "--model", "demo"])
     assert words in capsys.readouterr().err
+
+
+def test_workloads_are_the_usual_ones_or_those_of_texts() -> None:
+    assert list(find_workloads(None, None, "demo")) == ["W1", "W2", "W3", "W4"]
+    assert list(find_workloads("tuned", None, "demo")) == ["edit", "quote", "ordinary"]
+    assert list(find_workloads("other", ["prose"], "demo")) == ["prose"]

@@ -85,6 +85,16 @@ def test_the_shared_part_is_sent_once_before_and_not_counted() -> None:
     assert len({tuple(asked["prompt"][:6]) for asked in script.asked}) == 1
 
 
+def test_texts_are_sampled_alike_and_found_in_no_cache() -> None:
+    script = Script(GOOD)
+    script.load(
+        Workload("w", streams=1, prompt_tokens=0, output_tokens=3, requests=2, texts=[[1], [2, 3]], temperature=0.8)
+    )
+    assert [asked["prompt"] for asked in script.asked] == [[1], [2, 3]]
+    assert {asked["cache_salt"] for asked in script.asked} == {"w 0"}
+    assert all((asked["temperature"], asked["top_k"], asked["top_p"]) == (0.8, 0, 1) for asked in script.asked)
+
+
 def test_random_arrivals_do_not_wait_for_answers() -> None:
     result = Script(GOOD).load(Workload("w", streams=1, prompt_tokens=2, output_tokens=3, requests=8), rate=400.0)
     assert result.requests == 8 and result.errors == 0
