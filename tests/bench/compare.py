@@ -8,10 +8,11 @@ SERVER is `serve-llm` (from this environment, without drafts), NAME=URL, or NAME
 
 Each server is started once, warmed up, and suspended with SIGSTOP while another one is measured, so that a server that
 busy-waits does not slow the others; with --alone, only one exists at a time. In a turn all servers get the same
-prompts; each turn uses new ones, so that no prefix cache holds them. Ratios are computed within a turn; the tables give
-the median over the turns, the minimum and the maximum. --poisson 0.6 adds W2's lengths at random times, at 0.6 of the
-request rate that the same server reached on W2. --texts sends the texts of bench.speculation in one stream instead,
-to compare drafts: give the commands of servers with and without them. Prints tables, then one JSON line.
+prompts; each turn uses new ones, so that no prefix cache holds them. --workloads W1 W3:1 runs W3 in the first turn
+only. Ratios are computed within a turn; the tables give the median over the turns, the minimum and the maximum.
+--poisson 0.6 adds W2's lengths at random times, at 0.6 of the request rate that the same server reached on W2. --texts
+sends the texts of bench.speculation in one stream instead, to compare drafts: give the commands of servers with and
+without them. Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -93,20 +94,27 @@ class Comparison:
     def __init__(
         self,
         recipes: Sequence[Recipe],
-        workloads: Mapping[str, Workload],
+        workloads: Sequence[tuple[Workload, int]],
         poisson: float | None,
         ids: Sequence[int],
         words: Mapping[int, str],
     ) -> None:
+        """workloads: each with its number of turns."""
         self.recipes, self._poisson, self._ids, self._words = recipes, poisson, ids, words
-        self._workloads = workloads
-        names = [*workloads, *([f"W2 at {poisson:g}"] if poisson else [])]
+        self._workloads = {workload.name: workload for workload, _ in workloads}
+        self._turns = {workload.name: turns for workload, turns in workloads}
+        if poisson:
+            self._turns[f"W2 at {poisson:g}"] = self._turns["W2"]
         self.results: dict[str, dict[str, list[Result]]] = {
-            workload: {recipe.name: [] for recipe in recipes} for workload in names
+            workload: {recipe.name: [] for recipe in recipes} for workload in self._turns
         }
         self.starts: dict[str, dict[str, list[float]]] = {recipe.name: {} for recipe in recipes}
 
-    def together(self, turns: int) -> None:
+    def due(self, turn: int) -> list[str]:
+        """Return the workloads that have this turn."""
+        return [name for name in self.results if turn < self._turns[name]]
+
+    def together(self) -> None:
         """Start all servers at once; only the one being measured runs."""
         with contextlib.ExitStack() as stack:
             servers = []
@@ -114,19 +122,19 @@ class Comparison:
                 server = stack.enter_context(self._started(recipe))
                 server.pause()
                 servers.append(server)
-            for turn in range(turns):
-                for workload in self.results:
+            for turn in range(max(self._turns.values())):
+                for workload in self.due(turn):
                     for server in servers:
                         server.resume()
                         self._measure(server, workload, turn)
                         server.pause()
 
-    def alone(self, turns: int) -> None:
+    def alone(self) -> None:
         """Start and stop each server in each turn, so that only one exists at a time."""
-        for turn in range(turns):
+        for turn in range(max(self._turns.values())):
             for recipe in self.recipes:
                 with self._started(recipe) as server:
-                    for workload in self.results:
+                    for workload in self.due(turn):
                         self._measure(server, workload, turn)
 
     @contextlib.contextmanager
@@ -167,17 +175,23 @@ class Comparison:
         return lines
 
 
-def find_workloads(texts: str | None, names: Sequence[str] | None, model: str) -> dict[str, Workload]:
-    """Return the workloads of these names; None: the usual ones. Raises ValueError."""
+def find_workloads(
+    texts: str | None, names: Sequence[str] | None, model: str, turns: int
+) -> list[tuple[Workload, int]]:
+    """Return the workloads NAME or NAME:TURNS with their turns; None: the usual ones. Raises ValueError."""
     known, usual = WORKLOADS, ["W1", "W2", "W3", "W4"]
     if texts is not None:
         known = draft_texts.make_workloads(texts, Path(resolve_model(model)) / "tokenizer.json")
         usual = list(known)
-    chosen = usual if names is None else names
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise ValueError(f"--workloads: {unknown[0]!r} is not known; there are {', '.join(sorted(known))}")
-    return {name: known[name] for name in chosen}
+    found = {}
+    for text in usual if names is None else names:
+        name, colon, count = text.partition(":")
+        if name not in known:
+            raise ValueError(f"--workloads: {name!r} is not known; there are {', '.join(sorted(known))}")
+        if colon and not (count.isdecimal() and int(count) > 0):
+            raise ValueError(f"--workloads {text}: the turns of a workload must be at least 1")
+        found[name] = known[name], int(count) if colon else turns
+    return list(found.values())
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -187,7 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="append", default=[], help="vllm, openvino, llama-cpp or transformers: see above"
     )
-    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="default: W1 W2 W3 W4, or all of the texts")
+    parser.add_argument("--workloads", nargs="+", metavar="NAME[:TURNS]", help="default: W1 W2 W3 W4, or all texts")
     parser.add_argument("--texts", choices=draft_texts.TEXTS, help="send these texts of bench.speculation, one stream")
     parser.add_argument(
         "--poisson", type=float, metavar="SHARE", help="also run W2 at random times, at this share of its rate"
@@ -200,10 +214,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.turns < 1 or given.threads < 1:
         parser.error("--turns and --threads must be at least 1")
     try:
-        given.workloads = find_workloads(given.texts, given.workloads, given.model)
+        given.workloads = find_workloads(given.texts, given.workloads, given.model, given.turns)
     except (ValueError, ModelError) as error:
         parser.error(str(error))
-    if given.poisson is not None and not (0 < given.poisson <= 1 and "W2" in given.workloads):
+    names = [workload.name for workload, _ in given.workloads]
+    if given.poisson is not None and not (0 < given.poisson <= 1 and "W2" in names):
         parser.error("--poisson wants a share above 0 and up to 1, and W2 among the workloads")
     try:
         given.recipes = [named(text, given.model) for text in given.servers]
@@ -228,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ids = [token_id for token_id in ids if token_id in words]
     comparison = Comparison(given.recipes, given.workloads, given.poisson, ids, words)
     try:
-        (comparison.alone if given.alone else comparison.together)(given.turns)
+        (comparison.alone if given.alone else comparison.together)()
     except StartError as error:
         sys.stderr.write(f"{error}\n")
         return 1

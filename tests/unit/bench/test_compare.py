@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from bench.compare import best_peer, find_workloads, parse, ratios, spread, table
+from bench.compare import Comparison, best_peer, find_workloads, parse, ratios, spread, table
 from bench.load import Result
 
 BASE = Result(
@@ -55,6 +55,7 @@ def test_the_table_names_ratios_to_the_first_and_to_the_best() -> None:
         (["a=http://x", "a=http://y"], "a name of its own"),
         (["serve-llm", "--turns", "0"], "at least 1"),
         (["serve-llm", "--poisson", "0.6", "--workloads", "W1"], "W2 among the workloads"),
+        (["serve-llm", "--workloads", "W1:0"], "at least 1"),
         (["serve-llm", "--workloads", "W9"], "'W9' is not known; there are W1, W2, W3, W4, tiny"),
         (["serve-llm", "--texts", "tuned", "--workloads", "W1"], "'W1' is not known; there are edit, ordinary, quote"),
         (["serve-llm", "--texts", "tuned", "--peer", "transformers=/bin/true,/tmp"], "accept token ids"),
@@ -73,6 +74,18 @@ def test_bad_arguments_are_refused_with_the_reason(
 
 
 def test_workloads_are_the_usual_ones_or_those_of_texts() -> None:
-    assert list(find_workloads(None, None, "demo")) == ["W1", "W2", "W3", "W4"]
-    assert list(find_workloads("tuned", None, "demo")) == ["edit", "quote", "ordinary"]
-    assert list(find_workloads("other", ["prose"], "demo")) == ["prose"]
+    def names(texts: str | None, chosen: list[str] | None) -> list[str]:
+        return [workload.name for workload, _ in find_workloads(texts, chosen, "demo", 2)]
+
+    assert names(None, None) == ["W1", "W2", "W3", "W4"]
+    assert names("tuned", None) == ["edit", "quote", "ordinary"]
+    assert names("other", ["prose"]) == ["prose"]
+
+
+def test_a_workload_may_have_fewer_turns() -> None:
+    found = find_workloads(None, ["W1", "W3:1"], "demo", turns=3)
+    assert [turns for _, turns in found] == [3, 1]
+    comparison = Comparison([], found, None, [], {})
+    assert [comparison.due(turn) for turn in range(4)] == [["W1", "W3"], ["W1"], ["W1"], []]
+    with_arrivals = Comparison([], find_workloads(None, ["W2:1"], "demo", 3), 0.5, [], {})
+    assert with_arrivals.due(0) == ["W2", "W2 at 0.5"] and not with_arrivals.due(1)
