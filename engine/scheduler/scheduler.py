@@ -159,7 +159,8 @@ class Scheduler:
             self._num_active = len(self._running) - len(paused)
             ready = (one for index, one in self._running.by_index.items() if index not in held and index not in paused)
             drafted = ((one, one.max_drafts(self._max_model_len)) for one in ready)
-            self._speculator.prepare(drafted, self._num_active, len(self._waiting))
+            num_waiting = self.num_waiting if self._num_before_batches else len(self._waiting)
+            self._speculator.prepare(drafted, self._num_active, num_waiting)
 
     def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
         """Choose at most `budget` tokens to compute next. Empty if every sequence waits or is in flight.
@@ -219,9 +220,7 @@ class Scheduler:
 
     def _find_paused(self) -> set[int]:
         """Find the request indices of running sequences of batches, which are paused while there are others."""
-        if not self._has_both:
-            return set()
-        return {req_index for req_index, sequence in self._running.by_index.items() if sequence.is_of_batch}
+        return {index for index, one in self._running.by_index.items() if one.is_of_batch} if self._has_both else set()
 
     def _fill(
         self,

@@ -134,7 +134,8 @@ class Speculator(ABC):
 
     def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int, num_waiting: int = 0) -> None:
         """Make drafts before a step is scheduled. ready: sequences that the step may compute, with the maximum number
-        of drafts of each. num_running: sequences that share the steps. num_waiting: sequences that may join them."""
+        of drafts of each. num_running: sequences that share the steps. num_waiting: sequences that may join them: not
+        those of batches, unless they run alone."""
         self._num_drafting_before = self._num_drafting
         self._num_drafting = 0
         self.has_too_many = self._max_sequences is not None and num_running + num_waiting > self._max_sequences

@@ -144,12 +144,13 @@ class EngineCollector(Collector):
         return family
 
     def _by_source(self, name: str, text: str, count: Callable[[SchedulerStats], int]) -> Metric:
-        """Counts of drafts. All engines have the same draft source."""
+        """Counts of drafts. All engines have the same draft source; without it, there are no samples."""
         if self._draft_source is None:
             self._draft_source = next((engine.facts.draft_source for engine in self._engines if engine.ready), None)
         family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
-        for labels, engine in self._labelled_engines():
-            family.add_metric([*labels, self._draft_source or "none"], count(engine.stats))
+        if self._draft_source is not None:
+            for labels, engine in self._labelled_engines():
+                family.add_metric([*labels, self._draft_source], count(engine.stats))
         return family
 
     def _accepted_by_position(self) -> Metric:

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_llm.common.types import EngineCoreRequest, FinishReason, Sampling
+from serve_llm.common.types import LOWEST_PRIORITY, EngineCoreRequest, FinishReason, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.prompt_lookup import NgramDraft
 from serve_llm.engine.scheduler.scheduler import Scheduler
@@ -92,8 +93,9 @@ def run(scheduler: Scheduler, workers: FakeWorkers) -> tuple[int, list[int]]:
     return len(batch.scheduled[0].draft_ids), [token_id for output in outputs for token_id in output.token_ids]
 
 
-def add(scheduler: Scheduler, number: int) -> None:
-    scheduler.add(EngineCoreRequest(id=number, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
+def add(scheduler: Scheduler, number: int, priority: int = 0) -> None:
+    sampling = Sampling(max_tokens=50, seed=0)
+    scheduler.add(EngineCoreRequest(id=number, prompt_ids=[1, 2], sampling=sampling, priority=priority), 0.0)
 
 
 def count_drafts(scheduler: Scheduler, workers: FakeWorkers, num_steps: int) -> list[int]:
@@ -204,6 +206,26 @@ def test_no_lookups_and_no_drafts_beyond_a_number_of_sequences() -> None:
         scheduler.prepare_drafts(())
         numbers.append(run(scheduler, workers)[0])
     assert numbers[0] == 0 and numbers[1] > 0
+
+
+@pytest.mark.parametrize(("priority", "has_drafts"), [(LOWEST_PRIORITY, True), (0, False)])
+def test_waiting_batches_leave_others_their_drafts(priority: int, has_drafts: bool) -> None:
+    """Sequences of batches pause while others run, so they count only if they run alone."""
+    speculator = TextSpeculator(4, lambda request: Guesser(1000, 16), time.monotonic, max_sequences=2)
+    scheduler = build_scheduler(speculator)
+    speculator.costs = FreeDrafts()
+    workers = FakeWorkers(FULL)
+    add(scheduler, 1)
+    for number in range(2, 12):
+        add(scheduler, number, priority)
+    num_drafts = 0
+    for _ in range(6):
+        scheduler.prepare_drafts(())
+        num_drafts += run(scheduler, workers)[0]
+    assert (num_drafts > 0) == has_drafts
+    scheduler.abort(1)
+    scheduler.prepare_drafts(())
+    assert speculator.has_too_many
 
 
 def test_wrong_guesses_are_not_verified_for_ever_but_judged_still() -> None:
