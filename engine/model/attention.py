@@ -116,7 +116,9 @@ class EncoderAttention(Attention):
             window=self.sliding_window,
             alibi_slopes=self.alibi_slopes,
         )
-        return self.output_proj(output[:, front : front + num_heads * head_dim])
+        if front or back:
+            output = output[:, front : front + num_heads * head_dim]
+        return self.output_proj(output)
 
 
 class AttentionWithoutHeads(Attention):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,9 +46,9 @@ def add_vectors(pending: PendingStep, vectors: Mapping[int, Tensor], copier: Dev
     def finish() -> list[RunnerOutput]:
         results = pending.finish()
         for index, copy in copies.items():
-            vector = copy.wait()
-            if bool(vector.isfinite().all()):
-                results[index].vector = vector.numpy().tobytes()
+            vector = copy.wait().numpy()
+            if np.isfinite(vector).all():  # numpy takes a fraction of torch's time for so few numbers
+                results[index].vector = vector.tobytes()
             else:
                 results[index].error = NOT_FINITE_VECTOR
         return results

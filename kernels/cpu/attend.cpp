@@ -20,8 +20,10 @@
 namespace {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define VECTOR_STRIP 6  // rows whose sums stay in the 32 vector registers, or in 16
+#define FULL_STRIP 6  // rows whose sums of a panel stay in the 32 vector registers, or in 16
+#define VECTOR_STRIP 12  // rows whose sums of two vectors do
 #else
+#define FULL_STRIP 3
 #define VECTOR_STRIP 3
 #endif
 constexpr float LOG2_E = 1.44269504088896341f;
@@ -104,14 +106,14 @@ inline void strip(const uint32_t* a, int64_t a_row, const uint32_t* b, int steps
     Units line[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) line[v] = load<Units>(b + (int64_t)k * PANEL + v * W);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       const Units x = all(a[r * a_row + k]);
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) sums[r][v] = Number::multiply_add(x, line[v], sums[r][v]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) store(c + r * c_row + v * W, sums[r][v]);
@@ -123,12 +125,25 @@ inline void strips(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b
     case 1: return strip<Number, 1, V>(a, a_row, b, steps, c, c_row);
     case 2: return strip<Number, 2, V>(a, a_row, b, steps, c, c_row);
     case 3: return strip<Number, 3, V>(a, a_row, b, steps, c, c_row);
-#if VECTOR_STRIP > 3
+#if FULL_STRIP > 3
     case 4: return strip<Number, 4, V>(a, a_row, b, steps, c, c_row);
     case 5: return strip<Number, 5, V>(a, a_row, b, steps, c, c_row);
     case 6: return strip<Number, 6, V>(a, a_row, b, steps, c, c_row);
 #endif
   }
+#if VECTOR_STRIP > FULL_STRIP
+  if constexpr (V <= 2) switch (rows) {
+    case 7: return strip<Number, 7, V>(a, a_row, b, steps, c, c_row);
+    case 8: return strip<Number, 8, V>(a, a_row, b, steps, c, c_row);
+    case 9: return strip<Number, 9, V>(a, a_row, b, steps, c, c_row);
+    case 10: return strip<Number, 10, V>(a, a_row, b, steps, c, c_row);
+    case 11: return strip<Number, 11, V>(a, a_row, b, steps, c, c_row);
+    case 12: return strip<Number, 12, V>(a, a_row, b, steps, c, c_row);
+  } else {
+    strips<Number, 2>(rows, a, a_row, b, steps, c, c_row);
+    strips<Number, V - 2>(rows, a, a_row, b + 2 * W, steps, c + 2 * W, c_row);
+  }
+#endif
 }
 
 // The product with one panel, V vectors wide.
@@ -180,7 +195,7 @@ inline void end_tiles() {
 
 // Working memory of one task.
 struct Scratch {
-  uint32_t* query;    // (MAX_ROWS, units of head_dim)
+  uint32_t* query;    // (most rows, units of head_dim)
   uint32_t* keys;     // panels of (units of head_dim, PANEL tokens)
   uint32_t* values;   // panels of (units of TILE, PANEL of value_dim)
   float* scores;      // (strip, TILE)
@@ -200,7 +215,7 @@ struct Scratch {
       next += (units * 4 + 63) / 64 * 64;
       return (uint32_t*)found;
     };
-    query = take(MAX_ROWS * p.head_dim);
+    query = take(most_rows(p) * p.head_dim);
     keys = take(TILE * p.head_dim);
     values = take(TILE * width);
     scores = (float*)take(strip * TILE);
@@ -225,12 +240,13 @@ struct View {
   View(const Problem& p, const Rows& rows) : p(p), rows(rows), group(p.heads / p.kv_heads) {
     position = p.contexts[rows.sequence] - (p.starts[rows.sequence + 1] - p.starts[rows.sequence]);
   }
-  // The position of the query of row r, which is counted in the task, and its head.
-  int query(int r) const { return position + (rows.first + r) / group; }
-  int head(int r) const { return rows.kv_head * group + (rows.first + r) % group; }
+  // The query of row r, which is counted in the task, its position and its head. A division takes long.
+  int index(int r) const { return group == 1 ? rows.first + r : (rows.first + r) / group; }
+  int query(int r) const { return position + index(r); }
+  int head(int r) const { return rows.kv_head * group + rows.first + r - index(r) * group; }
   // Of the tile at `start`, row r sees keys from(r) .. to(r) - 1.
   int to(int r, int start) const {
-    const int end = keys_end(p, rows.sequence, (rows.first + r) / group) - start;
+    const int end = keys_end(p, rows.sequence, index(r)) - start;
     return end < TILE ? end : TILE;
   }
   int from(int r, int start) const {
@@ -239,7 +255,7 @@ struct View {
     return first > 0 ? first : 0;
   }
   int64_t element(int r) const {  // the first number of the query of row r
-    const int token = p.starts[rows.sequence] + (rows.first + r) / group;
+    const int token = p.starts[rows.sequence] + index(r);
     return token * p.query_token + head(r) * p.query_head;
   }
 };
@@ -435,14 +451,15 @@ void adjust(float* products, int columns, const float* scales, float cap, float 
 // Turns the products of one row into weights, 2^(scale * product - highest), and 0 for keys that the row does not see,
 // up to `columns`. The values' scales of an int8 cache multiply the weights, but not their sum. Returns whether the row
 // sees any key. Products may be NaN, which `larger` drops and `total` keeps.
-template <class Number, bool SCALED>
+// WHOLE: it sees all keys up to `columns`.
+template <class Number, bool SCALED, bool WHOLE>
 bool soften(const float* products, float scale, int from, int to, int columns, const float* value_scales, void* weights,
             float& highest, float& total) {
   const Vec nothing = all(-INFINITY);
   const int inner = (from + W - 1) / W * W, outer = to / W * W;  // all lanes of the vectors between them are visible
   auto product = [=](int t) {
     const Vec x = load<Vec>(products + t);
-    if (t >= inner && t < outer) return x;
+    if (WHOLE || (t >= inner && t < outer)) return x;
     const Ints index = lanes() + t;
     return (index >= from) & (index < to) ? x : nothing;
   };
@@ -455,7 +472,7 @@ bool soften(const float* products, float scale, int from, int to, int columns, c
   Vec sums[2] = {};
   for (int t = 0; t < columns; t += 2 * W)
     for (int i = 0; i < 2; i++) {
-      const Vec x = power_of_2<Number::DEGREE>(fma(product(t + i * W), factor, base));
+      const Vec x = quick_power_of_2<Number::DEGREE>(fma(product(t + i * W), factor, base));
       if constexpr (SCALED) {
         Number::put(x * load<Vec>(value_scales + t + i * W), weights, t + i * W);
         sums[i] = sums[i] + x;
@@ -526,9 +543,11 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
         if (SCALED || cap > 0.0f || slope != 0.0f)
           adjust<Number::DEGREE>(s.scores + i * TILE, columns, SCALED ? s.key_scales : nullptr, cap, slope,
                                  start - view.query(r + i));
-        sees[i] = soften<Number, SCALED>(s.scores + i * TILE, p.scale * LOG2_E, view.from(r + i, start),
-                                         view.to(r + i, start), columns, s.value_scales,
-                                         s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);
+        const int row_from = view.from(r + i, start), row_to = view.to(r + i, start);
+        const auto soften_row =
+            row_from == 0 && row_to >= columns ? soften<Number, SCALED, true> : soften<Number, SCALED, false>;
+        sees[i] = soften_row(s.scores + i * TILE, p.scale * LOG2_E, row_from, row_to, columns, s.value_scales,
+                             s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);
       }
       multiply<Number>(count, s.weights, TILE / Number::PACK, s.values, (int64_t)TILE / Number::PACK * PANEL,
                        ((Number::TILES ? columns : seen) + Number::PACK - 1) / Number::PACK, p.value_dim, s.result,
@@ -562,10 +581,11 @@ void merge(Sums into, Sums from, int rows, int width) {
 }
 
 void finish(const Problem& p, const Rows& rows, Sums sums) {
-  const int group = p.heads / p.kv_heads, width = padded_dim(p.value_dim);
+  const View view(p, rows);
+  const int width = padded_dim(p.value_dim);
   for (int r = 0; r < rows.count; r++) {
-    const int64_t token = p.starts[rows.sequence] + (rows.first + r) / group;
-    const int64_t head = rows.kv_head * group + (rows.first + r) % group;
+    const int64_t token = p.starts[rows.sequence] + view.index(r);
+    const int64_t head = view.head(r);
     const int64_t at = (token * p.heads + head) * p.value_dim;
     const float* values = sums.values + (int64_t)r * width;
     float share = 1.0f / sums.total[r];

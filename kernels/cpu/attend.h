@@ -5,6 +5,7 @@
 
 constexpr int TILE = 256;       // keys processed together, starting at a multiple of TILE
 constexpr int MAX_ROWS = 128;   // rows of one task: a row is a (query, head) pair that reads the same KV head
+constexpr int MOST_NUMBERS = 16384;  // in the queries of a task of more rows
 constexpr int MAX_HEAD = 1024;
 
 // The arguments of paged_attention; strides in elements.
@@ -36,6 +37,11 @@ inline int keys_end(const Problem& p, int sequence, int query) {
   const int position = context - (p.starts[sequence + 1] - p.starts[sequence]) + query;
   if (p.causal) return position + 1;
   return p.window == 0 || position + p.window > context ? context : position + p.window;
+}
+
+// The most rows of one task. Rows of encoders all read the same keys, so more of them share the work of packing these.
+inline int most_rows(const Problem& p) {
+  return p.causal || p.head_dim * MAX_ROWS > MOST_NUMBERS ? MAX_ROWS : MOST_NUMBERS / p.head_dim / MAX_ROWS * MAX_ROWS;
 }
 
 // Rows first .. first + count - 1 of one sequence and KV head; row r is query r / group, head r % group of the group.

@@ -1,9 +1,9 @@
 // Attention over a paged KV cache for CPUs: the C interface, and the division of work between threads. Independent of
 // torch.
 //
-// The work is cut into tasks of at most MAX_ROWS rows (one sequence, one KV head). If there are too few tasks for the
-// threads, each task is cut at every tile of keys, and the sums of its tiles are merged in order afterwards. An uncut
-// task adds them in the same order, so the cut does not change the bits of a result.
+// The work is cut into tasks of at most MAX_ROWS rows, or more for encoders (one sequence, one KV head). If there are too
+// few tasks for the threads, each task is cut at every tile of keys, and the sums of its tiles are merged in order
+// afterwards. An uncut task adds them in the same order, so the cut does not change the bits of a result.
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -51,17 +51,17 @@ thread_local Workspace scratch_space, sums_space, split_space;
 Sums sums_at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
 int64_t sums_size(int rows, int width) { return (int64_t)rows * (width + 2); }  // floats
 
-// The tasks of a step, those with the most keys of each sequence first.
-std::vector<Rows> cut(const Problem& p) {
+// The tasks of a step, of at most `most` rows, those with the most keys of each sequence first.
+std::vector<Rows> cut(const Problem& p, int most) {
   const int group = p.heads / p.kv_heads;
   std::vector<Rows> tasks;
   for (int sequence = 0; sequence < p.sequences; sequence++) {
     const int queries = p.starts[sequence + 1] - p.starts[sequence];
     const int position = p.contexts[sequence] - queries;
-    const int parts = (queries * group + MAX_ROWS - 1) / MAX_ROWS;
+    const int parts = (queries * group + most - 1) / most;
     for (int part = parts - 1; part >= 0; part--) {
-      const int first = part * MAX_ROWS;
-      const int count = queries * group - first < MAX_ROWS ? queries * group - first : MAX_ROWS;
+      const int first = part * most;
+      const int count = queries * group - first < most ? queries * group - first : most;
       const int lowest = p.window == 0 ? 0 : position + first / group - p.window + 1;
       const int last_tile = (keys_end(p, sequence, (first + count - 1) / group) - 1) / TILE;
       for (int head = 0; head < p.kv_heads; head++)
@@ -161,7 +161,8 @@ EXPORT int serve_llm_supported(int variant) {
 EXPORT void serve_llm_attention(const Problem* problem, int variant_number, int threads) {
   const Problem& p = *problem;
   const Variant& variant = *VARIANTS[variant_number];
-  const std::vector<Rows> tasks = cut(p);
+  std::vector<Rows> tasks = cut(p, most_rows(p));
+  if (threads > 1 && most_rows(p) > MAX_ROWS && tasks.size() < (size_t)threads * TASKS_PER_THREAD) tasks = cut(p, MAX_ROWS);
   std::vector<Part> parts;
   int64_t floats = 0;
   if (threads > 1 && tasks.size() < (size_t)threads * TASKS_PER_THREAD) {

@@ -5,14 +5,16 @@ The keys and values of a step are read like a cache whose blocks hold one token 
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.cpu.library import Library, Problem
 from serve_llm.kernels.rope import Angles, HeadNorms
 
 RopeAndCache = Callable[[Tensor, int, HeadNorms | None, Angles | None, Tensor, Tensor], Tensor]
@@ -21,43 +23,86 @@ EncoderKernel = Callable[..., Tensor]
 
 def build_encoder_attention(library: Library, rope_and_cache: RopeAndCache) -> EncoderKernel:
     """rope_and_cache: the compiled one."""
-    return partial(_attend, library, rope_and_cache)
+    return CompiledEncoderAttention(library, rope_and_cache)
 
 
-def _attend(
-    library: Library,
-    rope_and_cache: RopeAndCache,
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    norms: HeadNorms | None,
-    angles: Angles | None,
-    query_starts: Sequence[int],
-    *,
-    scale: float,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> Tensor:
-    tokens = len(qkv)
-    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    if norms is None and angles is None:
-        query = qkv[:, : heads * head_dim].view(tokens, heads, head_dim)
-        cache = qkv[:, heads * head_dim :].view(tokens, 2, kv_heads, 1, head_dim)
-    else:
-        cache = qkv.new_empty((tokens, 2, kv_heads, 1, head_dim))
-        query = rope_and_cache(qkv, heads, norms, angles, cache, torch.arange(tokens))
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts of a step, as the kernel reads them. It reads the arrays while `problem` has their addresses."""
+
+    query_starts: Sequence[int]
+    starts: array[int]
+    lengths: array[int]
+    blocks: np.ndarray
+    problem: Problem  # its other fields are those of the last call
+
+
+class CompiledEncoderAttention:
+    def __init__(self, library: Library, rope_and_cache: RopeAndCache) -> None:
+        self._attention = library.compiled.serve_llm_attention
+        self._variant = library.number
+        self._rope_and_cache = rope_and_cache
+        self._last: _Prompts | None = None  # all layers of a step have the same
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        norms: HeadNorms | None,
+        angles: Angles | None,
+        query_starts: Sequence[int],
+        *,
+        scale: float,
+        window: int | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        tokens, width = qkv.shape
+        head_dim = width // (heads + 2 * kv_heads)
+        queries = heads * head_dim
+        prompts = self._last
+        if prompts is None or prompts.query_starts is not query_starts:
+            prompts = self._last = _describe_prompts(query_starts)
+        problem = prompts.problem
+        if norms is None and angles is None:
+            cache = qkv
+            problem.query = qkv.data_ptr()
+            problem.cache = problem.query + queries * qkv.element_size()
+            problem.query_token = problem.cache_block = qkv.stride(0)
+        else:
+            cache = qkv.new_empty((tokens, 2, kv_heads, 1, head_dim))
+            qkv = self._rope_and_cache(qkv, heads, norms, angles, cache, torch.arange(tokens))
+            problem.query = qkv.data_ptr()
+            problem.cache = cache.data_ptr()
+            problem.query_token = queries
+            problem.cache_block = 2 * kv_heads * head_dim
+        output = torch.empty((tokens, queries), dtype=qkv.dtype)
+        problem.query_head = problem.cache_head = problem.cache_token = problem.value_dim = head_dim
+        problem.cache_part = kv_heads * head_dim
+        problem.alibi_slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
+        problem.output = output.data_ptr()
+        problem.heads = heads
+        problem.kv_heads = kv_heads
+        problem.head_dim = head_dim
+        problem.window = window or 0
+        problem.scale = scale
+        problem.bf16 = qkv.dtype == torch.bfloat16
+        self._attention(ctypes.byref(problem), self._variant, torch.get_num_threads())
+        return output
+
+
+def _describe_prompts(query_starts: Sequence[int]) -> _Prompts:
+    """The keys and values of a step are blocks of one token each, which lie one after the other."""
     starts = np.asarray(query_starts, np.int32)
     lengths = np.diff(starts)
     blocks = np.add.outer(starts[:-1], np.arange(lengths.max(), dtype=np.int32))
-    output = library.paged_attention(
-        query,
-        cache,
-        torch.from_numpy(blocks),
-        query_starts,
-        lengths.tolist(),
-        scale=scale,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        causal=False,
+    own_starts = array("i", query_starts)
+    own_lengths = array("i", lengths.tolist())
+    problem = Problem(
+        table=blocks.ctypes.data,
+        table_row=blocks.shape[1],
+        starts=own_starts.buffer_info()[0],
+        contexts=own_lengths.buffer_info()[0],
+        sequences=len(own_lengths),
     )
-    return output.flatten(1)
+    return _Prompts(query_starts, own_starts, own_lengths, blocks, problem)

@@ -143,6 +143,16 @@ inline Vec power_of_2(Vec x) {
   return x < all(-125.0f) ? Vec{} : power;
 }
 
+// The same in fewer instructions where there are some for it, but below -125 it may be the power instead of 0.
+template <int DEGREE>
+inline Vec quick_power_of_2(Vec x) {
+#if defined(__AVX512DQ__)
+  return _mm512_scalef_ps(fraction_power_of_2<DEGREE>(_mm512_reduce_ps(x, 0)), _mm512_roundscale_ps(x, 0));
+#else
+  return power_of_2<DEGREE>(x);
+#endif
+}
+
 // 2^x for any x with a relative error of 3e-6, NaN for NaN. 0 and infinity may start one power of 2 too early.
 inline Vec rough_power_of_2(Vec x) {
 #if defined(__AVX512DQ__)
