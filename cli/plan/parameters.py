@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve_llm.cli.plan.processor import compresses_bfloat16
 from serve_llm.engine.model.quantization_spec import GroupQuantForm
 
 FLOAT32_BYTES = 4
@@ -12,6 +13,14 @@ FLOAT32_BYTES = 4
 # models.
 PANEL_OUTPUTS = 16
 UNIT_BYTES = 4  # rows are read in whole units
+BFLOAT16_BYTES = 2
+# With AVX-512 and without AMX, weights in bfloat16 are compressed: see `kernels.cpu.linear.CompressedWeight`.
+QUAD_INPUTS = 8
+QUAD_BYTES = 12  # of an output
+CODES_BYTES = 16 + 4  # of a panel
+RARE_BYTES = 4  # of a weight without a code
+RARE_LEAST = 64
+RARE_PART = 256
 SCALE_BYTES = 4
 INDEX_BYTES = 8  # the order of inputs
 TABLE_BYTES = 64  # 16 float32
@@ -97,8 +106,16 @@ class LinearWeight:
             order = self.inputs * INDEX_BYTES if self.groups.form.has_order else 0
             table = TABLE_BYTES if self.groups.form.has_table else 0
             return outputs * (self.groups.row_bytes(self.inputs, "cpu") + FLOAT32_BYTES * self.bias) + order + table
-        row_bytes = round_up(self.inputs * (1 if self.is_8_bit else element_bytes), UNIT_BYTES)
-        return outputs * (row_bytes + 2 * SCALE_BYTES * self.is_8_bit + FLOAT32_BYTES * self.bias)
+        bias = outputs * FLOAT32_BYTES * self.bias
+        if self.is_8_bit:
+            return outputs * (round_up(self.inputs, UNIT_BYTES) + 2 * SCALE_BYTES) + bias
+        if element_bytes == BFLOAT16_BYTES and compresses_bfloat16():
+            quads = -(-self.inputs // QUAD_INPUTS)
+            outputs = round_up(self.outputs, 2 * PANEL_OUTPUTS)
+            codes = outputs // PANEL_OUTPUTS * CODES_BYTES + 4
+            rare = max(RARE_LEAST, self.outputs * self.inputs // RARE_PART) * RARE_BYTES
+            return outputs * quads * QUAD_BYTES + codes + rare + bias
+        return outputs * round_up(self.inputs * element_bytes, UNIT_BYTES) + bias
 
 
 @dataclass(frozen=True)

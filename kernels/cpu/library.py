@@ -110,6 +110,13 @@ class Library:
         found.restype = None
         return found
 
+    def shared_function(self, name: str, *arguments: type) -> Callable[..., None]:
+        """Return a function whose first argument is the number of the variant. arguments: ctypes of its parameters."""
+        found = self.compiled[f"serve_llm_{name}"]
+        found.argtypes = arguments
+        found.restype = None
+        return found
+
     def paged_attention(
         self,
         query: Tensor,

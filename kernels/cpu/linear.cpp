@@ -112,6 +112,9 @@ EXPORT int serve_llm_product_bytes() { return sizeof(Product); }
 // Outputs in a panel of a variant.
 EXPORT int serve_llm_panel_columns(int variant) { return VARIANTS[variant]->columns; }
 
+// Whether a variant can compress weights in bfloat16.
+EXPORT int serve_llm_compresses(int variant) { return VARIANTS[variant]->choose_codes != nullptr; }
+
 // rows: (outputs) addresses of `row_bytes` of weights. packed: (panels, units, columns) units of 32 bits.
 EXPORT void serve_llm_pack(int variant, const char* const* rows, int64_t row_bytes, int outputs, uint32_t* packed,
                            int threads) {
@@ -119,6 +122,26 @@ EXPORT void serve_llm_pack(int variant, const char* const* rows, int64_t row_byt
   const int panels = panels_of(multiply, outputs);
   parallel(panels, PANELS, threads, [&](int64_t first, int64_t last) {
     multiply.pack(rows, row_bytes, outputs, (int)first, (int)last, packed);
+  });
+}
+
+// The codes of a compressed weight. rows, row_bytes, outputs: as above. upper_bytes, counts: see packing.h.
+EXPORT void serve_llm_choose_codes(int variant, const char* const* rows, int64_t row_bytes, int outputs,
+                                   uint8_t* upper_bytes, int32_t* counts, int threads) {
+  const Multiply& multiply = *VARIANTS[variant];
+  parallel(panels_of(multiply, outputs), PANELS, threads, [&](int64_t first, int64_t last) {
+    multiply.choose_codes(rows, row_bytes, outputs, (int)first, (int)last, upper_bytes, counts);
+  });
+}
+
+// packed: (pairs of panels, quads of units, 2, 3, columns) units of 32 bits.
+EXPORT void serve_llm_pack_compressed(int variant, const char* const* rows, int64_t row_bytes, int outputs,
+                                      const uint8_t* upper_bytes, const int32_t* starts, uint32_t* rare, uint32_t* packed,
+                                      int threads) {
+  const Multiply& multiply = *VARIANTS[variant];
+  const int panels = panels_of(multiply, outputs), even = panels + panels % 2;
+  parallel(even, PANELS, threads, [&](int64_t first, int64_t last) {
+    multiply.pack_compressed(rows, row_bytes, outputs, (int)first, (int)last, upper_bytes, starts, rare, packed);
   });
 }
 

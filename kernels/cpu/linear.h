@@ -16,6 +16,10 @@ struct Product {
   int64_t x_row;       // bytes from one row to the next
   int rows;
   const uint32_t* weight;      // packed
+  // A compressed weight (compressed.h), BFLOAT16 only; otherwise null:
+  const uint8_t* upper_bytes;   // (panels, 16) that the codes stand for; an even number of panels
+  const int32_t* rare_starts;   // (panels + 1) of each panel in `rare`
+  const uint32_t* rare;         // upper bytes without a code: (place among the panel's bytes) << 8 | byte
   const float* bias;           // (whole panels of outputs) or null
   const float* x_scale;        // (rows), INT8 only
   const float* weight_scale;   // (whole panels of outputs), INT8 only
@@ -25,6 +29,12 @@ struct Product {
   bool y_bf16;
   int units, outputs;
 };
+
+// Compress a weight in two steps: see packing.h.
+typedef void (*ChooseCodes)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last,
+                            uint8_t* upper_bytes, int32_t* counts);
+typedef void (*PackCompressed)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last,
+                               const uint8_t* upper_bytes, const int32_t* starts, uint32_t* rare, uint32_t* packed);
 
 // The inner loops of one instruction set.
 struct Multiply {
@@ -38,6 +48,9 @@ struct Multiply {
   void (*panels)(const Product&, const void* x, int64_t x_row, int first, int last, float* sums);
   // Panels first .. last - 1 of a weight of `outputs` rows, each of `row_bytes` anywhere in memory.
   void (*pack)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed);
+  // The same for a compressed weight, or null.
+  ChooseCodes choose_codes;
+  PackCompressed pack_compressed;
 };
 
 // Those that are compiled.

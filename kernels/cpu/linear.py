@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `Kind` in linear.h
 UNIT = 4  # bytes
+NUM_CODES = 16  # of the upper bytes of a compressed weight, with the sign: see compressed.h
+QUAD_INPUTS = 8  # inputs that are compressed together, into three words of 32 bits
+QUAD_WORDS = 3
+RARE_PART = 256  # one weight of so many may be without a code
+MOST_INPUTS = 1 << 19  # of a compressed weight: bytes of a panel are numbered by 24 bits
 
 
 class Product(ctypes.Structure):
@@ -34,6 +40,9 @@ class Product(ctypes.Structure):
         ("x_row", ctypes.c_int64),
         ("rows", ctypes.c_int),
         ("weight", ctypes.c_void_p),
+        ("upper_bytes", ctypes.c_void_p),
+        ("rare_starts", ctypes.c_void_p),
+        ("rare", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("x_scale", ctypes.c_void_p),
         ("weight_scale", ctypes.c_void_p),
@@ -46,6 +55,15 @@ class Product(ctypes.Structure):
     )
 
 
+class CompressedWeight(NamedTuple):
+    """A weight in bfloat16 with 12 bits a number, without loss: see compressed.h."""
+
+    packed: Tensor  # (panels * quads * 3 * columns,) int32
+    upper_bytes: Tensor  # (panels, 16) uint8; an even number of panels
+    rare_starts: Tensor  # (panels + 1,) int32
+    rare: Tensor  # (rare_room(outputs, inputs),) int32
+
+
 class Packer:
     """Packs weights for one variant of the library."""
 
@@ -55,10 +73,15 @@ class Packer:
         self.number = library.number
         check_sources(self.compiled, "product", ctypes.sizeof(Product))
         self.columns: int = self.compiled.serve_llm_panel_columns(self.number)  # outputs of a panel
+        self.compresses = bool(self.compiled.serve_llm_compresses(self.number))  # weights in bfloat16
         self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-        self.compiled.serve_llm_linear.restype = self.compiled.serve_llm_pack.restype = None
+        self.compiled.serve_llm_linear.restype = None
         self.compiled.serve_llm_linear_batch.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
         self.compiled.serve_llm_linear_batch.restype = None
+        rows = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        self._pack = library.shared_function("pack", *rows, ctypes.c_void_p, ctypes.c_int)
+        self._choose_codes = library.shared_function("choose_codes", *rows, *(ctypes.c_void_p,) * 2, ctypes.c_int)
+        self._pack_compressed = library.shared_function("pack_compressed", *rows, *(ctypes.c_void_p,) * 4, ctypes.c_int)
         arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
         self._sum_int8 = library.function("sum_int8", *arguments)
 
@@ -74,6 +97,36 @@ class Packer:
         if weight.numel() == 0:
             return partial(_constant, weight.shape[0], bias)
         return CompiledInt8Linear(self, weight, scale, bias, quantise)
+
+    def pack_rows(self, rows: Tensor, row_bytes: int) -> Tensor:
+        """rows: (outputs,) addresses. Returns (panels * units * columns,) int32."""
+        units = -(-row_bytes // UNIT)
+        packed = _empty_words(-(-len(rows) // self.columns) * self.columns * units)
+        self._pack(self.number, rows.data_ptr(), row_bytes, len(rows), packed.data_ptr(), torch.get_num_threads())
+        return packed
+
+    def compress(self, rows: Tensor, inputs: int) -> CompressedWeight | None:
+        """rows: (outputs,) addresses of bfloat16 numbers.
+
+        Returns None if this variant does not compress, or if too many numbers have no code."""
+        if not self.compresses or inputs > MOST_INPUTS:
+            return None
+        panels = -(-len(rows) // (2 * self.columns)) * 2
+        threads = torch.get_num_threads()
+        upper_bytes = torch.zeros(panels, NUM_CODES, dtype=torch.uint8)
+        counts = torch.zeros(panels, dtype=torch.int32)
+        arguments = (self.number, rows.data_ptr(), 2 * inputs, len(rows), upper_bytes.data_ptr())
+        self._choose_codes(*arguments, counts.data_ptr(), threads)
+        starts = functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        room = rare_room(len(rows), inputs)
+        if starts[-1] > room:
+            return None
+        quads = -(-inputs // QUAD_INPUTS)
+        packed = _empty_words(panels * quads * QUAD_WORDS * self.columns)
+        rare = torch.empty(room, dtype=torch.int32)
+        tensors = (starts, rare, packed)
+        self._pack_compressed(*arguments, *(tensor.data_ptr() for tensor in tensors), threads)
+        return CompressedWeight(packed, upper_bytes, starts, rare)
 
     def sum_rows(self, weight: Tensor) -> Tensor:
         """weight: (outputs, inputs) int8, with any row stride -> (outputs,) int32. torch takes longer than rounding."""
@@ -106,16 +159,11 @@ class CompiledLinear:
         row_bytes = inputs * dtype.itemsize
         units = -(-row_bytes // UNIT)
         self._missing = units * UNIT // dtype.itemsize - inputs  # padding up to whole units
-        self._tensors = [torch.empty(-(-outputs // self._columns) * self._columns * units, dtype=torch.int32)]
-        use_huge_pages(self._tensors[0])
-        packer.compiled.serve_llm_pack(
-            self.variant,
-            ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_int64(row_bytes),
-            outputs,
-            ctypes.c_void_p(self._tensors[0].data_ptr()),
-            torch.get_num_threads(),
-        )
+        compressed = packer.compress(rows, inputs) if dtype == torch.bfloat16 else None
+        if compressed is None:
+            self._tensors = [packer.pack_rows(rows, row_bytes)]
+        else:
+            self._tensors = list(compressed)
         self.product = Product(
             kind=KINDS[dtype],
             weight=self._tensors[0].data_ptr(),
@@ -124,6 +172,10 @@ class CompiledLinear:
             units=units,
             outputs=outputs,
         )
+        if compressed is not None:
+            self.product.upper_bytes = compressed.upper_bytes.data_ptr()
+            self.product.rare_starts = compressed.rare_starts.data_ptr()
+            self.product.rare = compressed.rare.data_ptr()
         self._reference = ctypes.addressof(self.product)
 
     def _by_panel(self, values: Tensor) -> int:
@@ -178,6 +230,17 @@ class CompiledInt8Linear(CompiledLinear):
             return (numbers * self._scales[few].unsqueeze(1)).to(dtype)
 
         return look_up_in_parts(look_up_few, ids)
+
+
+def rare_room(outputs: int, inputs: int) -> int:
+    """Return the room for weights without a code. It depends on the shape alone, so that experts are alike."""
+    return max(64, outputs * inputs // RARE_PART)
+
+
+def _empty_words(count: int) -> Tensor:
+    words = torch.empty(count, dtype=torch.int32)
+    use_huge_pages(words)
+    return words
 
 
 def _row_bytes(weight: Tensor) -> int:

@@ -3,10 +3,13 @@
 // Each number of the result is one sum over the inputs in ascending order, whatever the other rows, the panel and the
 // blocks of inputs: sums are kept unrounded between blocks. So a row's bits depend on that row and the weight alone.
 
+#include <type_traits>
 #include <utility>
 
+#include "compressed.h"
 #include "finish.h"
 #include "linear.h"
+#include "packing.h"
 #include "vector.h"
 #if defined(__AMX_TILE__)
 #include "tiles.h"
@@ -31,9 +34,13 @@ constexpr int ROWS_AT_ONCE = 252;  // their sums of one panel stay in the cache
 constexpr int BLOCK = 512;            // units: a block of a panel stays in the cache for all rows
 constexpr int BLOCK_OF_TWO = 192;     // of two panels, which together with the rows stays in the L1 cache
 constexpr int FETCH_AHEAD = 64;       // units of a panel to prefetch
+constexpr int FEW_ROWS = 32;
+constexpr int SMALL_BLOCK_OF_TWO = 64;   // of two compressed panels, for few rows
+constexpr int LARGE_BLOCK_OF_TWO = 256;  // for many
 
 // How a unit of x and a unit of the weight are multiplied and added to a sum.
 struct Floats {
+  static constexpr bool STORES_TWO = false;
   typedef float X;
   typedef Vec Sum;
   static constexpr int NUMBERS = 1;  // numbers of X in a unit
@@ -49,14 +56,17 @@ struct Floats {
 };
 
 struct WideBf16 {  // without a bfloat16 instruction: x is widened to float32
+  static constexpr bool STORES_TWO = false;
   typedef float X;
   typedef Vec Sum;
   static constexpr int NUMBERS = 2;
   static constexpr bool PAIRS_PANELS = false;
+  // Rows up to which compressed panels are decompressed in registers. With more, that would be done too often.
+  static constexpr int MOST_DIRECT = 8;
   struct Weight {
     Vec even, odd;
-    Weight(const uint32_t* from) {
-      const Units both = load<Units>(from);
+    Weight(const uint32_t* from) : Weight(load<Units>(from)) {}
+    Weight(Units both) {
       even = as_floats(both << 16);
       odd = as_floats(both & all(0xffff0000u));
     }
@@ -65,21 +75,31 @@ struct WideBf16 {  // without a bfloat16 instruction: x is widened to float32
 };
 
 struct WholeUnits {  // for instructions that multiply whole units
+  static constexpr bool STORES_TWO = false;
   typedef uint32_t X;
   static constexpr int NUMBERS = 1;
   static constexpr bool PAIRS_PANELS = false;
   struct Weight {
     Units value;
     Weight(const uint32_t* from) : value(load<Units>(from)) {}
+    Weight(Units units) : value(units) {}
   };
 };
 
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
 struct PairsOfBf16 : WholeUnits {
   static constexpr bool PAIRS_PANELS = true;
+  static constexpr int MOST_DIRECT = 12;
+  static constexpr bool STORES_TWO = true;
   typedef Vec Sum;
   static void add(Sum& sum, const Weight& w, const X* x) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)w.value, (__m512bh)_mm512_set1_epi32(*x));
+  }
+  // Stores the results of one row and two whole panels in bfloat16: one vector, without a mask, which takes longer.
+  static void store_two(const Product& p, int row, int column, const Sum* sums) {
+    Vec y[2] = {sums[0], sums[1]};
+    for (int i = 0; p.bias != nullptr && i < 2; i++) y[i] += load<Vec>(p.bias + column + i * W);
+    store((Bf16*)p.y + row * p.y_row + column, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
   }
 };
 typedef PairsOfBf16 Bf16s;
@@ -96,6 +116,7 @@ struct Bytes : WholeUnits {
 };
 #elif !defined(__AMX_TILE__)
 struct Bytes {  // without an instruction for four bytes: x and the weight are widened to 16 bits, x beforehand
+  static constexpr bool STORES_TWO = false;
   typedef uint32_t X;
   typedef Ints Sum;
   static constexpr int NUMBERS = 2;
@@ -125,10 +146,16 @@ constexpr int MOST_PANELS = 8;
 #endif
 constexpr int panels_of(int rows) { return MOST_SUMS / rows > MOST_PANELS ? MOST_PANELS : MOST_SUMS / rows; }
 
+// What loops do for the next block: they fetch the units that follow, or decompress it (PairDecoder).
+struct Fetcher {
+  static constexpr int interval = 0;
+};
+
 // Adds `units` units of ROWS rows and PANELS panels to the sums, (ROWS, PANELS) vectors.
-template <class Type, int ROWS, int PANELS>
+template <class Type, int ROWS, int PANELS, class Next>
 void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, int64_t panel_size, int units,
-               typename Type::Sum* sums, bool first) {
+               typename Type::Sum* sums, bool first, Next& next) {
+  constexpr bool FETCHES = std::is_same_v<Next, Fetcher>;
   typedef typename Type::Sum Sum;
   // Every third row has a pointer; the next two are reached by base and scaled index.
   const typename Type::X* every_third[(ROWS + 2) / 3];
@@ -139,11 +166,17 @@ void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, 
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) sum[r][p] = first ? Sum{} : sums[r * PANELS + p];
+  [[maybe_unused]] int until_next = next.interval;
   for (int unit = 0; unit < units; unit++) {
     const uint32_t* from = panel + (int64_t)unit * COLUMNS;
-    if constexpr (PANELS == 2 && Type::PAIRS_PANELS) {
-      __builtin_prefetch(from + FETCH_AHEAD * COLUMNS);
-      __builtin_prefetch(from + panel_size + FETCH_AHEAD * COLUMNS);
+    if constexpr (PANELS == 2 && (Type::PAIRS_PANELS || !FETCHES)) {
+      if constexpr (FETCHES) {
+        __builtin_prefetch(from + FETCH_AHEAD * COLUMNS);
+        __builtin_prefetch(from + panel_size + FETCH_AHEAD * COLUMNS);
+      } else if (--until_next == 0) {
+        until_next = next.interval;
+        next.advance();
+      }
       const typename Type::Weight weights[] = {from, from + panel_size};
 #pragma GCC unroll 24
       for (int r = 0; r < ROWS; r++)
@@ -167,41 +200,56 @@ void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, 
     for (int p = 0; p < PANELS; p++) sums[r * PANELS + p] = sum[r][p];
 }
 
+// Writes the results of ROWS rows and PANELS panels from their sums, (ROWS, PANELS) vectors.
 template <class Type, int ROWS, int PANELS>
-void block_of_rows(const Product& p, const void* x, int64_t x_row, int row, int panel, int from, int units, float* sums) {
-  typedef typename Type::X X;
-  typedef typename Type::Sum Sum;
-  const int64_t panel_size = (int64_t)p.units * COLUMNS;
-  Sum* const place = (Sum*)sums + (int64_t)row * PANELS;
-  add_block<Type, ROWS, PANELS>((const X*)((const char*)x + row * x_row) + (int64_t)from * Type::NUMBERS,
-                                x_row / sizeof(X), p.weight + panel * panel_size + (int64_t)from * COLUMNS, panel_size,
-                                units, place, from == 0);
-  if (from + units < p.units) return;
+void finish_rows(const Product& p, int row, int panel, const typename Type::Sum* sums) {
+  if constexpr (PANELS == 2 && Type::STORES_TWO)
+    if (p.y_bf16 && (panel + 2) * COLUMNS <= p.outputs) {
+      for (int r = 0; r < ROWS; r++) Type::store_two(p, row + r, panel * COLUMNS, sums + 2 * r);
+      return;
+    }
   for (int r = 0; r < ROWS; r++)
-    for (int i = 0; i < PANELS; i++) finish(p, row + r, (panel + i) * COLUMNS, place[r * PANELS + i]);
+    for (int i = 0; i < PANELS; i++) finish(p, row + r, (panel + i) * COLUMNS, sums[r * PANELS + i]);
 }
 
-typedef void (*BlockOfRows)(const Product&, const void*, int64_t, int, int, int, int, float*);
+template <class Type, int ROWS, int PANELS, class Next>
+void block_of_rows(const Product& p, const void* x, int64_t x_row, int row, int panel, int from, int units,
+                   const uint32_t* weight, int64_t panel_size, float* sums, Next& next) {
+  typedef typename Type::X X;
+  typedef typename Type::Sum Sum;
+  Sum* const place = (Sum*)sums + (int64_t)row * PANELS;
+  add_block<Type, ROWS, PANELS>((const X*)((const char*)x + row * x_row) + (int64_t)from * Type::NUMBERS,
+                                x_row / sizeof(X), weight, panel_size, units, place, from == 0, next);
+  if (from + units == p.units) finish_rows<Type, ROWS, PANELS>(p, row, panel, place);
+}
+
+template <class Next>
+using BlockOfRows = void (*)(const Product&, const void*, int64_t, int, int, int, int, const uint32_t*, int64_t, float*,
+                             Next&);
 
 // For 1, 2, ... rows: with PANELS panels; 0 means as many as suit the number of rows.
-template <class Type, int PANELS, class Rows>
+template <class Type, int PANELS, class Next, class Rows>
 struct Blocks;
-template <class Type, int PANELS, size_t... ROWS>
-struct Blocks<Type, PANELS, std::index_sequence<ROWS...>> {
-  static constexpr BlockOfRows of_rows[] = {
-      block_of_rows<Type, ROWS + 1, PANELS == 0 ? panels_of(ROWS + 1) : PANELS>...};
+template <class Type, int PANELS, class Next, size_t... ROWS>
+struct Blocks<Type, PANELS, Next, std::index_sequence<ROWS...>> {
+  static constexpr BlockOfRows<Next> of_rows[] = {
+      block_of_rows<Type, ROWS + 1, PANELS == 0 ? panels_of(ROWS + 1) : PANELS, Next>...};
 };
-template <class Type, int PANELS, int MOST = MOST_ROWS>
-constexpr const BlockOfRows* blocks_of = Blocks<Type, PANELS, std::make_index_sequence<MOST>>::of_rows;
+template <class Type, int PANELS, int MOST = MOST_ROWS, class Next = Fetcher>
+constexpr const BlockOfRows<Next>* blocks_of = Blocks<Type, PANELS, Next, std::make_index_sequence<MOST>>::of_rows;
 
-// Multiplies all rows with the panels that the blocks take, from `panel` on: ROWS rows and UNITS units at a time.
-template <int ROWS, int UNITS>
-void many_rows(const BlockOfRows* blocks, const Product& p, const void* x, int64_t x_row, int panel, float* sums) {
-  for (int from = 0; from < p.units; from += UNITS) {
-    const int units = p.units - from < UNITS ? p.units - from : UNITS;
+// Multiplies all rows with the panels that the blocks take, from `panel` on: ROWS rows and `most_units` units at a time.
+template <int ROWS>
+void multiply_panels(const BlockOfRows<Fetcher>* blocks, const Product& p, const void* x, int64_t x_row, int panel,
+                     int most_units, float* sums) {
+  Fetcher next;
+  const int64_t panel_size = (int64_t)p.units * COLUMNS;
+  for (int from = 0; from < p.units; from += most_units) {
+    const int units = p.units - from < most_units ? p.units - from : most_units;
+    const uint32_t* const weight = p.weight + panel * panel_size + (int64_t)from * COLUMNS;
     for (int row = 0; row < p.rows; row += ROWS) {
       const int rows = p.rows - row < ROWS ? p.rows - row : ROWS;
-      blocks[rows - 1](p, x, x_row, row, panel, from, units, sums);
+      blocks[rows - 1](p, x, x_row, row, panel, from, units, weight, panel_size, sums, next);
     }
   }
 }
@@ -212,17 +260,104 @@ void panels(const Product& p, const void* x, int64_t x_row, int first, int last,
   if (p.rows <= MOST_ROWS) {  // the sums stay in registers
     const int count = panels_of(p.rows);
     for (; panel + count <= last; panel += count)
-      blocks_of<Type, 0>[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
-    for (; panel < last; panel++) blocks_of<Type, 1>[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
+      multiply_panels<MOST_ROWS>(blocks_of<Type, 0>, p, x, x_row, panel, p.units, sums);
+    for (; panel < last; panel++)
+      multiply_panels<MOST_ROWS>(blocks_of<Type, 1>, p, x, x_row, panel, p.units, sums);
     return;
   }
   if constexpr (Type::PAIRS_PANELS) {
     constexpr int most = MOST_ROWS / 2;
     for (; panel + 2 <= last; panel += 2)
-      many_rows<most, BLOCK_OF_TWO>(blocks_of<Type, 2, most>, p, x, x_row, panel, sums);
+      multiply_panels<most>(blocks_of<Type, 2, most>, p, x, x_row, panel, BLOCK_OF_TWO, sums);
   }
-  for (; panel < last; panel++) many_rows<MOST_ROWS, BLOCK>(blocks_of<Type, 1>, p, x, x_row, panel, sums);
+  for (; panel < last; panel++) multiply_panels<MOST_ROWS>(blocks_of<Type, 1>, p, x, x_row, panel, BLOCK, sums);
 }
+
+#if defined(COMPRESSES)
+// Multiplies ROWS rows with two compressed panels, which are decompressed in registers.
+template <class Type, int ROWS>
+void compressed_pair(const Product& p, const void* x, int64_t x_row, int panel) {
+  typedef typename Type::X X;
+  const X* every_third[(ROWS + 2) / 3];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r += 3) every_third[r / 3] = (const X*)((const char*)x + r * x_row);
+  x_row /= sizeof(X);
+  typename Type::Sum sum[ROWS][2] = {};
+  const uint32_t* quad = p.weight + pair_start(p.units, panel);
+  RareBytes rare[2] = {{p, panel}, {p, panel + 1}};
+  const UpperBytes upper[2] = {p.upper_bytes + panel * 16, p.upper_bytes + (panel + 1) * 16};
+  for (int unit = 0; unit < p.units; unit += QUAD) {
+    const int units = p.units - unit;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      Units pairs[QUAD];
+      decompress_quad(quad, upper[i], pairs);
+      quad += QUAD_WORDS;
+      if (__builtin_expect(rare[i].any_before(unit + QUAD), false))
+        rare[i].write_before(unit + QUAD, unit, (uint8_t*)pairs);
+#pragma GCC unroll 4
+      for (int u = 0; u < QUAD; u++) {
+        if (u > 0 && u >= units) break;
+        const typename Type::Weight weight(pairs[u]);
+#pragma GCC unroll 24
+        for (int r = 0; r < ROWS; r++)
+          Type::add(sum[r][i], weight, every_third[r / 3] + r % 3 * x_row + u * Type::NUMBERS);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r += 3) every_third[r / 3] += QUAD * Type::NUMBERS;
+  }
+  finish_rows<Type, ROWS, 2>(p, 0, panel, sum[0]);
+}
+
+typedef void (*CompressedPair)(const Product&, const void*, int64_t, int);
+
+// For 1, 2, ... rows.
+template <class Type, class Rows>
+struct CompressedPairs;
+template <class Type, size_t... ROWS>
+struct CompressedPairs<Type, std::index_sequence<ROWS...>> {
+  static constexpr CompressedPair of_rows[] = {compressed_pair<Type, ROWS + 1>...};
+};
+
+// Multiplies all rows with pairs of compressed panels. While a block is multiplied, the next is decompressed.
+template <class Type>
+void multiply_compressed(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
+  constexpr int MOST = MOST_ROWS / 2;
+  alignas(64) uint32_t scratch[2][2 * LARGE_BLOCK_OF_TWO * COLUMNS];
+  const int block = p.rows > FEW_ROWS ? LARGE_BLOCK_OF_TWO : SMALL_BLOCK_OF_TWO;
+  const int groups = (p.rows + MOST - 1) / MOST, rows_at_once = (p.rows + groups - 1) / groups;
+  const auto units_from = [&](int from) { return p.units - from < block ? p.units - from : block; };
+  PairDecoder decoder(p, groups * QUAD);
+  decoder.begin(first, 0, units_from(0), scratch[0]);
+  int turn = 0;
+  for (int panel = first; panel < last; panel += 2)
+    for (int from = 0; from < p.units; from += block) {
+      decoder.finish();
+      const int units = units_from(from);
+      const int64_t panel_size = decoder.panel_size();
+      const uint32_t* const weight = scratch[turn];
+      turn ^= 1;
+      if (from + units < p.units)
+        decoder.begin(panel, from + units, units_from(from + units), scratch[turn]);
+      else if (panel + 2 < last)
+        decoder.begin(panel + 2, 0, units_from(0), scratch[turn]);
+      for (int row = 0; row < p.rows; row += rows_at_once) {
+        const int rows = p.rows - row < rows_at_once ? p.rows - row : rows_at_once;
+        blocks_of<Type, 2, MOST, PairDecoder>[rows - 1](p, x, x_row, row, panel, from, units, weight, panel_size, sums,
+                                                        decoder);
+      }
+    }
+}
+
+// Panels first .. last - 1 of a compressed weight, and the next if their number is odd. first: even.
+template <class Type>
+void compressed_panels(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
+  if (p.rows > Type::MOST_DIRECT) return multiply_compressed<Type>(p, x, x_row, first, last, sums);
+  constexpr auto of_rows = CompressedPairs<Type, std::make_index_sequence<Type::MOST_DIRECT>>::of_rows;
+  for (int panel = first; panel < last; panel += 2) of_rows[p.rows - 1](p, x, x_row, panel);
+}
+#endif
 
 bool widens(Kind kind) {
 #if defined(__AVX512BF16__)
@@ -233,6 +368,9 @@ bool widens(Kind kind) {
 }
 
 void panels_of_kind(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
+#if defined(COMPRESSES)
+  if (p.upper_bytes != nullptr) return compressed_panels<Bf16s>(p, x, x_row, first, last, sums);
+#endif
   if (p.kind == FLOAT32) panels<Floats>(p, x, x_row, first, last, sums);
 #if defined(__AMX_TILE__)
   if (p.kind == BFLOAT16) tiles<PairTiles>(p, x, x_row, first, last, sums);
@@ -243,29 +381,7 @@ void panels_of_kind(const Product& p, const void* x, int64_t x_row, int first, i
 #endif
 }
 
-// Four units from `unit` on of an output's weights, zeros after the row's end.
-inline Four four_of(const char* row, int64_t row_bytes, int unit) {
-  const int64_t left = row_bytes - 4 * (int64_t)unit;
-  if (left >= 16) return load<Four>(row + 4 * (int64_t)unit);
-  Four found{};
-  if (left > 0) memcpy(&found, row + 4 * (int64_t)unit, left);
-  return found;
-}
-
-void pack(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed) {
-  const int units = (int)((row_bytes + 3) / 4);
-  for (int panel = first; panel < last; panel++)
-    for (int unit = 0; unit < units; unit += 4) {
-      const int column = panel * COLUMNS;
-      Units turned[4];
-      turn([&](int i) {
-        return column + i < outputs ? four_of(rows[column + i], row_bytes, unit) : Four{};
-      }, turned);
-      for (int i = 0; i < 4 && unit + i < units; i++)
-        store(packed + ((int64_t)panel * units + unit + i) * COLUMNS, turned[i]);
-    }
-}
-
 }  // namespace
 
-const Multiply JOIN(multiply, VARIANT) = {COLUMNS, ROWS_AT_ONCE, widens, panels_of_kind, pack};
+const Multiply JOIN(multiply, VARIANT) = {COLUMNS, ROWS_AT_ONCE, widens,       panels_of_kind,
+                                          pack,    choose_codes, pack_compressed};

@@ -123,7 +123,7 @@ def test_a_published_model_takes_no_more_than_its_checkpoint(name: str, packing:
     shard = build_shard(spec, ParallelLayout(), 0)
     counted = weight_bytes(spec.with_packed_tables(rounds=True), shard, 2, "cpu")
     assert counted.held < 1.02 * counted.loaded
-    assert counted.held < 0.95 * weight_bytes(spec, shard, 2, "cpu").held
+    assert counted.held < 0.98 * weight_bytes(spec, shard, 2, "cpu").held
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
