@@ -89,7 +89,8 @@ def load_transformers_tokenizer(directory: Path) -> Any:
 def main(source: str, target: str) -> None:
     """Run in the child process."""
     tokenizer = load_transformers_tokenizer(Path(source))
-    if (Path(source) / _TEKKEN).is_file():
+    others = (Path(source) / name for name in ("vocab.json", "tokenizer.model"))
+    if (Path(source) / _TEKKEN).is_file() and not any(path.is_file() for path in others):
         _complete_tekken(tokenizer)
     tokenizer.save_pretrained(target)
 
@@ -100,8 +101,10 @@ def _complete_tekken(tokenizer: Any) -> None:
     from tokenizers.processors import TemplateProcessing
 
     rust = tokenizer.backend_tokenizer
-    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
-    if rust.num_special_tokens_to_add(False) == 0:
+    vocabulary = tokenizer.get_vocab()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer.add_special_tokens({kind: token for kind, token in names.items() if token in vocabulary})
+    if "<s>" in vocabulary and rust.num_special_tokens_to_add(False) == 0:
         rust.post_processor = TemplateProcessing(
             single="<s>:0 $A:0", pair="<s>:0 $A:0 <s>:1 $B:1", special_tokens=[("<s>", tokenizer.bos_token_id)]
         )

@@ -1,7 +1,8 @@
 """Benchmark the kernels of this machine: `python -m serve_llm.kernels.bench`. Prints a table, then one line of JSON.
 
 Each time is the median of repeated calls. GB/s counts the weights or cached keys and values, read once, or what a row
-kernel reads and writes. GFLOP/s counts multiplications and additions, in a prefill those of the causal half. Both are
+kernel reads and writes. Weights in bfloat16 count as 16 bits also where the kernels hold 12 (decision 0064), so their
+GB/s may exceed the limit. GFLOP/s counts multiplications and additions, in a prefill those of the causal half. Both are
 also given as a share of limits measured in the same run: a sum over memory larger than the caches, and a large bfloat16
 matrix product. On a machine with a GPU this benchmarks the GPU kernels instead: `bench_gpu`.
 """

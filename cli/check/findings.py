@@ -109,7 +109,10 @@ def _find_host_problems(report: HostReport) -> list[str]:
 def _find_host_notes(report: HostReport, clock: float) -> list[str]:
     notes = []
     if 0 <= report.open_files < MIN_OPEN_FILES:
-        notes.append(f"at most {report.open_files} open files are allowed; many clients need more: ulimit -Hn 65536")
+        notes.append(
+            f"at most {report.open_files} open files are allowed; many clients need more: raise the hard limit "
+            "(as root, ulimit -Hn 65536; LimitNOFILE= in systemd; --ulimit nofile= in Docker)"
+        )
     if abs(clock) > MAX_CLOCK_SECONDS:
         notes.append(
             f"its clock is {abs(clock):.1f} s {'ahead of' if clock > 0 else 'behind'} node 0's; logs "

@@ -121,7 +121,8 @@ class Options(EngineOptions):
     generation_config: str = choice_option(
         "auto",
         "auto|none",
-        "auto: the model's generation_config.json gives the sampling defaults; none: OpenAI's defaults",
+        "auto: the model's generation_config.json gives the sampling defaults and suppress_tokens; "
+        "none: OpenAI's defaults",
     )
     max_queue: tuple[int, int] = option(
         DEFAULT_QUEUE,

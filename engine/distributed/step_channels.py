@@ -126,13 +126,15 @@ class SocketStepChannel:
     def connect(self, seconds: float) -> None:
         """Wait until all ranks are connected. Raises EngineError naming those that are not."""
         deadline = time.monotonic() + seconds
-        while len(self._peers) < len(self._ranks):
+        known = frozenset(self._ranks)
+        while len(self._peers) < len(known):
             try:
                 peer, rank = self._receive(deadline)
             except TimeoutError:
                 missing = name_numbers("rank", set(self._ranks) - set(self._peers))
                 raise EngineError(f"{missing} did not open their step channel in {seconds:.0f} s") from None
-            self._peers[int(rank)] = peer
+            if int(rank) in known:
+                self._peers[int(rank)] = peer
         # The first stage needs a step first, and a step goes to one rank after the other.
         self._peers = {rank: self._peers[rank] for rank in self._ranks}
 

@@ -16,7 +16,10 @@ from serve_llm.engine.sampling.logit_adjustments import SampleRow, find_bad_word
 Mask = npt.NDArray[np.int32]  # (ceil(vocab_size / 32),); bit i % 32 of word i // 32: id i is allowed
 
 NOTHING_ALLOWED = "the grammar allows no token of the vocabulary here"
-NOTHING_LEFT = "no token is left: the grammar allows none of those that allowed_token_ids and bad_words leave"
+NOTHING_LEFT = (
+    "no token is left: the grammar allows none of those that allowed_token_ids, bad_words and the model's "
+    "suppress_tokens leave"
+)
 
 
 def unpack_masks(bits: bytes, vocab_size: int) -> Mask:

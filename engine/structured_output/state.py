@@ -39,6 +39,9 @@ class ConstraintState:
         """matcher: at the start of the text; this object owns it. None: there is only a budget."""
         self.matcher = matcher
         self.sampling = sampling
+        self._banned = {word[0] for word in sampling.bad_words_ids if len(word) == 1}
+        has_longer_words = any(len(word) > 1 for word in sampling.bad_words_ids)
+        self._may_take_forced = not sampling.allowed_token_ids and not has_longer_words
         self.num_output = 0
         self.error = ""
         self.has_ended = False  # by a stop id
@@ -95,9 +98,9 @@ class ConstraintState:
     def take_forced(self) -> list[int]:
         """Process all forced ids and return them; returns none if the request's restrictions on ids may forbid one."""
         taken: list[int] = []
-        if self.sampling.allowed_token_ids or self.sampling.bad_words_ids:
+        if not self._may_take_forced:
             return taken
-        while self.forced_ids:
+        while self.forced_ids and self._banned.isdisjoint(self.forced_ids):
             ids = list(self.forced_ids)
             taken += ids
             self._consume(ids)

@@ -63,6 +63,8 @@ class Checkpoint:
             self.paths = _find_unlisted_files(directory)
             files = [_open(path) for path in self.paths]
             self._file_of = {tensor: file for file in files for tensor in file.keys()}
+            if sum(len(file.keys()) for file in files) > len(self._file_of):
+                raise ModelError(f"{directory}: several of its safetensors files hold the same tensor, without {INDEX}")
 
     @property
     def names(self) -> frozenset[str]:
@@ -150,11 +152,12 @@ def _find_unlisted_files(directory: Path) -> list[Path]:
     models = {(part["base"], int(part["count"])) for part in parts}
     if len(parts) == len(paths) and len(models) == 1:
         ((_, count),) = models
-        if sorted(int(part["number"]) for part in parts) == list(range(1, count + 1)):
+        if len(parts) == count and {int(part["number"]) for part in parts} == set(range(1, count + 1)):
             return paths
     raise ModelError(
         f"{directory} contains neither {SINGLE} nor {INDEX}, nor only one other safetensors file or all parts of one "
-        "model (NAME-00001-of-00002.safetensors); other formats are not supported"
+        "model (NAME-00001-of-00002.safetensors; consolidated* and adapter_model* do not count); other formats are not "
+        "supported"
     )
 
 

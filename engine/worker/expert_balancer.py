@@ -84,7 +84,8 @@ class _MovableExperts:
         if len(layouts) > 1 or NOT_MOVABLE in layouts:
             raise OptionError(
                 "--enable-eplb: the experts of a layer are not held in the same form on all ranks, which depends on "
-                "the checkpoint's quantisation and on the processor; omit it"
+                "the checkpoint's quantisation, on the processor and, in bfloat16 on CPUs, on the weights (decision "
+                "0064); omit it"
             )
         self._slots = [[tensor.view(-1).view(torch.uint8) for tensor in expert.tensors] for expert in experts]
         self._num_bytes = max((layout.num_bytes for layout in layouts), default=0)

@@ -20,8 +20,8 @@
 namespace {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define FULL_STRIP 6  // rows whose sums of a panel stay in the 32 vector registers, or in 16
-#define VECTOR_STRIP 12  // rows whose sums of two vectors do
+#define FULL_STRIP 6     // rows whose sums of a whole panel, four vectors, fit into the registers
+#define VECTOR_STRIP 12  // rows whose sums of half a panel do
 #else
 #define FULL_STRIP 3
 #define VECTOR_STRIP 3

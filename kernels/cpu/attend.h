@@ -4,8 +4,8 @@
 #include <cstdint>
 
 constexpr int TILE = 256;       // keys processed together, starting at a multiple of TILE
-constexpr int MAX_ROWS = 128;   // rows of one task: a row is a (query, head) pair that reads the same KV head
-constexpr int MOST_NUMBERS = 16384;  // in the queries of a task of more rows
+constexpr int MAX_ROWS = 128;        // rows of one task, if no more are allowed: (query, head) pairs that read the same KV head
+constexpr int MOST_NUMBERS = 16384;  // of the queries of a task of more rows
 constexpr int MAX_HEAD = 1024;
 
 // The arguments of paged_attention; strides in elements.

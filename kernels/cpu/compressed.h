@@ -3,7 +3,7 @@
 // The upper byte of a bfloat16 number is its sign and seven of the eight bits of its exponent. Weights of a panel differ
 // little in size: eight values of those seven bits cover nearly all of them. A code of four bits stands for the sign and
 // one of the eight; the lower byte is kept as it is. The few weights with other upper bytes are listed, by their place.
-// That exponents carry few bits: DFloat11 (https://arxiv.org/abs/2504.11651, section 2), which codes them by entropy.
+// DFloat11 (https://arxiv.org/abs/2504.11651, section 2) observed that exponents carry few bits, and codes them by entropy.
 //
 // Four units of a panel, (4, columns) pairs of numbers, are three vectors: the lower bytes of the first two units, those of
 // the last two, and the codes, of the first two units in the lower halves of the bytes.
@@ -24,6 +24,7 @@ constexpr int VECTOR_BYTES = 4 * W;
 constexpr int QUAD = 4;           // units that are compressed together
 constexpr int QUAD_WORDS = 3 * W;  // 32-bit words of them
 constexpr int NUM_CODES = 8;      // without the sign
+constexpr int CODES = 2 * NUM_CODES;
 constexpr int QUADS_AHEAD = 40;   // to prefetch
 
 // table[code] for codes 0 to 15.
@@ -36,8 +37,8 @@ struct UpperBytes {
 
 inline int quads_of(int units) { return (units + QUAD - 1) / QUAD; }
 
-// Words up to the quads of a panel, whose number is even: those of the panel and the next alternate, so that both are one
-// stream of memory. There is an even number of panels.
+// Words before the first quad of `panel`, which must be even. The quads of a panel and of the next alternate, so both are
+// one stream of memory; a weight has an even number of panels.
 inline int64_t pair_start(int units, int panel) { return (int64_t)panel * quads_of(units) * QUAD_WORDS; }
 
 // Four units as pairs of bfloat16, except for rare upper bytes.
@@ -52,7 +53,7 @@ inline void decompress_quad(const uint32_t* quad, const UpperBytes& upper, Units
   }
 }
 
-// The rare upper bytes of a panel, in the order of their places.
+// Iterates over a panel's upper bytes without a code, in ascending order of their places.
 class RareBytes {
  public:
   RareBytes(const Product& p, int panel) : next_(p.rare + p.rare_starts[panel]), end_(p.rare + p.rare_starts[panel + 1]) {}
@@ -73,7 +74,8 @@ class PairDecoder {
   const int interval;  // units of a block that are multiplied between two calls of `advance`
 
   PairDecoder(const Product& p, int interval) : interval(interval), p_(p) {}
-  // Units `from` to from + units - 1 of `panel` and the next. to: (2, panel_size()), in units of 32 bits.
+  // Begins with units `from`, a multiple of QUAD, to from + units - 1 of `panel`, which is even, and of the next panel.
+  // to: (2, panel_size()) units of 32 bits.
   void begin(int panel, int from, int units, uint32_t* to) {
     panel_ = panel;
     from_ = from;
@@ -81,7 +83,7 @@ class PairDecoder {
     to_ = next_ = to;
     end_ = to + panel_size();
     quad_ = p_.weight + pair_start(p_.units, panel) + (int64_t)from / QUAD * 2 * QUAD_WORDS;
-    for (int i = 0; i < 2; i++) upper_[i] = UpperBytes(p_.upper_bytes + (panel + i) * 16);
+    for (int i = 0; i < 2; i++) upper_[i] = UpperBytes(p_.upper_bytes + (panel + i) * CODES);
   }
   int64_t panel_size() const { return (int64_t)quads_of(units_) * QUAD * W; }
   // Decompresses the next quad of both panels, if one is left.

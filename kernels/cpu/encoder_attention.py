@@ -6,7 +6,6 @@ The keys and values of a step are read like a cache whose blocks hold one token 
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,23 +25,25 @@ def build_encoder_attention(library: Library, rope_and_cache: RopeAndCache) -> E
     return CompiledEncoderAttention(library, rope_and_cache)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Prompts:
-    """The prompts of a step, as the kernel reads them. It reads the arrays while `problem` has their addresses."""
+    """The prompts of a step, as the kernel reads them. `problem` points into the arrays, which must live as long."""
 
     query_starts: Sequence[int]
-    starts: array[int]
-    lengths: array[int]
+    starts: np.ndarray
+    lengths: np.ndarray
     blocks: np.ndarray
     problem: Problem  # its other fields are those of the last call
 
 
 class CompiledEncoderAttention:
+    """Not thread-safe: all calls share a `Problem`. `query_starts` must not be changed between calls."""
+
     def __init__(self, library: Library, rope_and_cache: RopeAndCache) -> None:
         self._attention = library.compiled.serve_llm_attention
         self._variant = library.number
         self._rope_and_cache = rope_and_cache
-        self._last: _Prompts | None = None  # all layers of a step have the same
+        self._last: _Prompts | None = None  # those of the latest step: its layers share them
 
     def __call__(
         self,
@@ -93,16 +94,14 @@ class CompiledEncoderAttention:
 
 def _describe_prompts(query_starts: Sequence[int]) -> _Prompts:
     """The keys and values of a step are blocks of one token each, which lie one after the other."""
-    starts = np.asarray(query_starts, np.int32)
+    starts = np.array(query_starts, np.int32)
     lengths = np.diff(starts)
     blocks = np.add.outer(starts[:-1], np.arange(lengths.max(), dtype=np.int32))
-    own_starts = array("i", query_starts)
-    own_lengths = array("i", lengths.tolist())
     problem = Problem(
         table=blocks.ctypes.data,
         table_row=blocks.shape[1],
-        starts=own_starts.buffer_info()[0],
-        contexts=own_lengths.buffer_info()[0],
-        sequences=len(own_lengths),
+        starts=starts.ctypes.data,
+        contexts=lengths.ctypes.data,
+        sequences=len(lengths),
     )
-    return _Prompts(query_starts, own_starts, own_lengths, blocks, problem)
+    return _Prompts(query_starts, starts, lengths, blocks, problem)

@@ -20,6 +20,7 @@ constexpr int LINE = 64;           // bytes of a cache line
 constexpr int64_t MUCH = 1 << 16;  // bytes up to which one thread copies alone
 constexpr int64_t WORTH = 1 << 16;  // bytes of a weight that one thread reads before another has started
 constexpr int PANELS = 4;           // that the inner loops take at once, at most
+static_assert(PANELS % 2 == 0, "compressed panels are multiplied in pairs, so a thread's first panel must be even");
 
 thread_local Workspace sums_space, input_space;
 

@@ -24,10 +24,10 @@ from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `Kind` in linear.h
 UNIT = 4  # bytes
-NUM_CODES = 16  # of the upper bytes of a compressed weight, with the sign: see compressed.h
+CODES = 16  # upper bytes that a panel's codes stand for, with the sign: see compressed.h
 QUAD_INPUTS = 8  # inputs that are compressed together, into three words of 32 bits
-QUAD_WORDS = 3
-RARE_PART = 256  # one weight of so many may be without a code
+OUTPUT_QUAD_WORDS = 3  # words of 32 bits that one output's quad takes
+RARE_PART = 256  # one weight of so many may have no code
 MOST_INPUTS = 1 << 19  # of a compressed weight: bytes of a panel are numbered by 24 bits
 
 
@@ -113,16 +113,16 @@ class Packer:
             return None
         panels = -(-len(rows) // (2 * self.columns)) * 2
         threads = torch.get_num_threads()
-        upper_bytes = torch.zeros(panels, NUM_CODES, dtype=torch.uint8)
+        upper_bytes = torch.zeros(panels, CODES, dtype=torch.uint8)
         counts = torch.zeros(panels, dtype=torch.int32)
         arguments = (self.number, rows.data_ptr(), 2 * inputs, len(rows), upper_bytes.data_ptr())
         self._choose_codes(*arguments, counts.data_ptr(), threads)
-        starts = functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         room = rare_room(len(rows), inputs)
-        if starts[-1] > room:
+        if int(counts.sum()) > room:  # added up in 64 bits
             return None
+        starts = functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         quads = -(-inputs // QUAD_INPUTS)
-        packed = _empty_words(panels * quads * QUAD_WORDS * self.columns)
+        packed = _empty_words(panels * quads * OUTPUT_QUAD_WORDS * self.columns)
         rare = torch.empty(room, dtype=torch.int32)
         tensors = (starts, rare, packed)
         self._pack_compressed(*arguments, *(tensor.data_ptr() for tensor in tensors), threads)

@@ -34,7 +34,7 @@ constexpr int ROWS_AT_ONCE = 252;  // their sums of one panel stay in the cache
 constexpr int BLOCK = 512;            // units: a block of a panel stays in the cache for all rows
 constexpr int BLOCK_OF_TWO = 192;     // of two panels, which together with the rows stays in the L1 cache
 constexpr int FETCH_AHEAD = 64;       // units of a panel to prefetch
-constexpr int FEW_ROWS = 32;
+constexpr int SMALL_BLOCK_ROWS = 32;
 constexpr int SMALL_BLOCK_OF_TWO = 64;   // of two compressed panels, for few rows
 constexpr int LARGE_BLOCK_OF_TWO = 256;  // for many
 
@@ -146,8 +146,9 @@ constexpr int MOST_PANELS = 8;
 #endif
 constexpr int panels_of(int rows) { return MOST_SUMS / rows > MOST_PANELS ? MOST_PANELS : MOST_SUMS / rows; }
 
-// What loops do for the next block: they fetch the units that follow, or decompress it (PairDecoder).
-struct Fetcher {
+// What `add_block` does for the next block besides its own: it prefetches the plain units that follow, or it calls
+// PairDecoder::advance after every `interval` units.
+struct Prefetch {
   static constexpr int interval = 0;
 };
 
@@ -155,7 +156,7 @@ struct Fetcher {
 template <class Type, int ROWS, int PANELS, class Next>
 void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, int64_t panel_size, int units,
                typename Type::Sum* sums, bool first, Next& next) {
-  constexpr bool FETCHES = std::is_same_v<Next, Fetcher>;
+  constexpr bool PREFETCHES = std::is_same_v<Next, Prefetch>;
   typedef typename Type::Sum Sum;
   // Every third row has a pointer; the next two are reached by base and scaled index.
   const typename Type::X* every_third[(ROWS + 2) / 3];
@@ -169,8 +170,8 @@ void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, 
   [[maybe_unused]] int until_next = next.interval;
   for (int unit = 0; unit < units; unit++) {
     const uint32_t* from = panel + (int64_t)unit * COLUMNS;
-    if constexpr (PANELS == 2 && (Type::PAIRS_PANELS || !FETCHES)) {
-      if constexpr (FETCHES) {
+    if constexpr (PANELS == 2 && (Type::PAIRS_PANELS || !PREFETCHES)) {
+      if constexpr (PREFETCHES) {
         __builtin_prefetch(from + FETCH_AHEAD * COLUMNS);
         __builtin_prefetch(from + panel_size + FETCH_AHEAD * COLUMNS);
       } else if (--until_next == 0) {
@@ -235,14 +236,14 @@ struct Blocks<Type, PANELS, Next, std::index_sequence<ROWS...>> {
   static constexpr BlockOfRows<Next> of_rows[] = {
       block_of_rows<Type, ROWS + 1, PANELS == 0 ? panels_of(ROWS + 1) : PANELS, Next>...};
 };
-template <class Type, int PANELS, int MOST = MOST_ROWS, class Next = Fetcher>
+template <class Type, int PANELS, int MOST = MOST_ROWS, class Next = Prefetch>
 constexpr const BlockOfRows<Next>* blocks_of = Blocks<Type, PANELS, Next, std::make_index_sequence<MOST>>::of_rows;
 
 // Multiplies all rows with the panels that the blocks take, from `panel` on: ROWS rows and `most_units` units at a time.
 template <int ROWS>
-void multiply_panels(const BlockOfRows<Fetcher>* blocks, const Product& p, const void* x, int64_t x_row, int panel,
+void multiply_panels(const BlockOfRows<Prefetch>* blocks, const Product& p, const void* x, int64_t x_row, int panel,
                      int most_units, float* sums) {
-  Fetcher next;
+  Prefetch next;
   const int64_t panel_size = (int64_t)p.units * COLUMNS;
   for (int from = 0; from < p.units; from += most_units) {
     const int units = p.units - from < most_units ? p.units - from : most_units;
@@ -285,7 +286,7 @@ void compressed_pair(const Product& p, const void* x, int64_t x_row, int panel) 
   typename Type::Sum sum[ROWS][2] = {};
   const uint32_t* quad = p.weight + pair_start(p.units, panel);
   RareBytes rare[2] = {{p, panel}, {p, panel + 1}};
-  const UpperBytes upper[2] = {p.upper_bytes + panel * 16, p.upper_bytes + (panel + 1) * 16};
+  const UpperBytes upper[2] = {p.upper_bytes + panel * CODES, p.upper_bytes + (panel + 1) * CODES};
   for (int unit = 0; unit < p.units; unit += QUAD) {
     const int units = p.units - unit;
 #pragma GCC unroll 2
@@ -297,7 +298,7 @@ void compressed_pair(const Product& p, const void* x, int64_t x_row, int panel) 
         rare[i].write_before(unit + QUAD, unit, (uint8_t*)pairs);
 #pragma GCC unroll 4
       for (int u = 0; u < QUAD; u++) {
-        if (u > 0 && u >= units) break;
+        if (u > 0 && u >= units) break;  // the first unit of a quad always exists
         const typename Type::Weight weight(pairs[u]);
 #pragma GCC unroll 24
         for (int r = 0; r < ROWS; r++)
@@ -325,7 +326,7 @@ template <class Type>
 void multiply_compressed(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
   constexpr int MOST = MOST_ROWS / 2;
   alignas(64) uint32_t scratch[2][2 * LARGE_BLOCK_OF_TWO * COLUMNS];
-  const int block = p.rows > FEW_ROWS ? LARGE_BLOCK_OF_TWO : SMALL_BLOCK_OF_TWO;
+  const int block = p.rows > SMALL_BLOCK_ROWS ? LARGE_BLOCK_OF_TWO : SMALL_BLOCK_OF_TWO;
   const int groups = (p.rows + MOST - 1) / MOST, rows_at_once = (p.rows + groups - 1) / groups;
   const auto units_from = [&](int from) { return p.units - from < block ? p.units - from : block; };
   PairDecoder decoder(p, groups * QUAD);
@@ -383,5 +384,5 @@ void panels_of_kind(const Product& p, const void* x, int64_t x_row, int first, i
 
 }  // namespace
 
-const Multiply JOIN(multiply, VARIANT) = {COLUMNS, ROWS_AT_ONCE, widens,       panels_of_kind,
-                                          pack,    choose_codes, pack_compressed};
+const Multiply JOIN(multiply, VARIANT) = {COLUMNS, ROWS_AT_ONCE, widens, panels_of_kind,
+                                          pack, choose_codes, pack_compressed};

@@ -45,8 +45,8 @@ void choose_codes(const char* const* rows, int64_t row_bytes, int outputs, int f
       for (int i = 1; i < 4; i++) found[0][value] += found[i][value];
     for (int code = 0; code < NUM_CODES; code++) {
       const int value = (int)(std::max_element(found[0], found[0] + 128) - found[0]);
-      upper_bytes[panel * 16 + code] = (uint8_t)value;
-      upper_bytes[panel * 16 + NUM_CODES + code] = (uint8_t)(value | 128);
+      upper_bytes[panel * CODES + code] = (uint8_t)value;
+      upper_bytes[panel * CODES + NUM_CODES + code] = (uint8_t)(value | 128);
       found[0][value] = -1;
     }
     counts[panel] = 0;
@@ -76,7 +76,7 @@ void pack_compressed(const char* const* rows, int64_t row_bytes, int outputs, in
   const __m512i lower = _mm512_set1_epi16(255);
   for (int panel = first; panel < last; panel++) {
     const int column = panel * W;
-    const uint8_t* upper = upper_bytes + panel * 16;
+    const uint8_t* upper = upper_bytes + panel * CODES;
     uint32_t* next = rare + starts[panel];
     uint32_t* to = packed + pair_start(units, panel & ~1) + panel % 2 * QUAD_WORDS;
     for (int unit = 0; unit < units; unit += QUAD) {

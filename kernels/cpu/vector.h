@@ -143,11 +143,12 @@ inline Vec power_of_2(Vec x) {
   return x < all(-125.0f) ? Vec{} : power;
 }
 
-// The same in fewer instructions where there are some for it, but below -125 it may be the power instead of 0.
+// The same in fewer instructions where there are some for it.
 template <int DEGREE>
 inline Vec quick_power_of_2(Vec x) {
 #if defined(__AVX512DQ__)
-  return _mm512_scalef_ps(fraction_power_of_2<DEGREE>(_mm512_reduce_ps(x, 0)), _mm512_roundscale_ps(x, 0));
+  const __mmask16 kept = _mm512_cmp_ps_mask(x, all(-125.0f), _CMP_NLT_UQ);  // NaN too
+  return _mm512_maskz_scalef_ps(kept, fraction_power_of_2<DEGREE>(_mm512_reduce_ps(x, 0)), _mm512_roundscale_ps(x, 0));
 #else
   return power_of_2<DEGREE>(x);
 #endif

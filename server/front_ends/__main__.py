@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
-import shutil
 import socket
 import sys
 from pathlib import Path
@@ -42,9 +42,21 @@ async def _run(channel: socket.socket, listener: socket.socket) -> None:
     parent = os.getppid()
     front_end = FrontEnd(listener)
     await asyncio.get_running_loop().create_unix_connection(lambda: front_end.channel, sock=channel)
-    await front_end.run()
-    if os.getppid() != parent and front_end.server_socket is not None:  # the server was killed and could not do it
-        shutil.rmtree(Path(front_end.server_socket).parent, ignore_errors=True)
+    is_cut_off = await front_end.run()
+    if is_cut_off and front_end.server_socket is not None and await _has_other_parent(parent):
+        path = Path(front_end.server_socket)  # the server was killed and could not remove it
+        with contextlib.suppress(OSError):  # another front end may have done it
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
+
+
+async def _has_other_parent(parent: int) -> bool:
+    """Whether this process has lost its parent. When a process is killed, its channels close a moment earlier."""
+    for _ in range(10):
+        if os.getppid() != parent:
+            return True
+        await asyncio.sleep(0.05)
+    return False
 
 
 if __name__ == "__main__":

@@ -62,8 +62,9 @@ class FrontEnd:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def run(self) -> None:
-        """Returns when the front end has drained, or the server process is gone. Raises ServeError if loading fails."""
+    async def run(self) -> bool:
+        """Returns when the front end has drained (False), or the server process is gone (True). Raises ServeError if
+        loading fails."""
         awaited: list[asyncio.Future[Any]] = [asyncio.ensure_future(self.channel.closed.wait()), self._ended]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         for task in self._tasks:
@@ -76,6 +77,7 @@ class FrontEnd:
         self.channel.close()
         if self._ended.done():
             self._ended.result()
+        return not self._ended.done()
 
     def _send(self, message: FromFrontEnd) -> None:
         self.channel.send(encode(message))
@@ -106,6 +108,7 @@ class FrontEnd:
             self._start_serving()
 
     def _set_up(self, setup: Setup) -> None:
+        self.server_socket = setup.server_socket
         configure(setup.options.log_level, f"front end {setup.number}", setup.options.log_format)
         clock = Clock() if setup.clock_time is None else Clock.running_from(setup.clock_time)
         self._dispatcher = RemoteDispatcher(setup.facts, setup.num_engines, setup.number, self._send, clock)
@@ -132,7 +135,6 @@ class FrontEnd:
             options = replace(options, seed=(options.seed + setup.number) % 2**64)
         refused = self._dispatcher.refused
         app = create_front_end_app(self._dispatcher, model, options, self._adapters, refused, tracing, setup.start_time)
-        self.server_socket = setup.server_socket
         forwarder = Forwarder(app.app, list_forwarded_paths(options), setup.server_socket)
         self._http_server = HttpServer(
             PathMiddleware(forwarder), options.limits, options.ssl_keyfile, options.ssl_certfile

@@ -69,4 +69,5 @@ class RefusedMethods:
 
         def __getattr__(self, name: str) -> object:
             hint = _REPLACED.get(name)
-            raise AttributeError(f"{type(self).__name__} has no {name}" + (f": {hint}" if hint else ""))
+            text = f"{type(self).__name__} has no {name}" + (f": {hint}" if hint else "")
+            raise AttributeError(text, name=name, obj=self)

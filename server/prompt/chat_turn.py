@@ -26,7 +26,7 @@ from serve_llm.server.structured_output.turn_form import TurnForm
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that templates use for the reasoning of earlier turns."""
 
-_FIELDS_OF_THEIR_OWN = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
+_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +127,10 @@ def render_turn(turn: ChatTurn, context: JobContext) -> str:
 def _check_template_kwargs(turn: ChatTurn) -> None:
     """Refuse variables that other fields of the request set. Raises InvalidRequest."""
     for name, value in (turn.chat_template_kwargs or {}).items():
-        if name in _FIELDS_OF_THEIR_OWN and value is not getattr(turn, name):
+        if name in _RESERVED_VARIABLES and value is not getattr(turn, name):
             raise InvalidRequest(
-                f"chat_template_kwargs may not set {name}, which is a field of its own", f"chat_template_kwargs.{name}"
+                f"chat_template_kwargs may not set {name}: it holds the template's own variables only",
+                f"chat_template_kwargs.{name}",
             )
 
 

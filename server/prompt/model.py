@@ -136,10 +136,10 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path)
 
 def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Read the end ids from generation_config.json, else config.json, else its text_config, else the tokenizer. Ids
-    below 0 mean none."""
+    below 0 and empty lists count as absent."""
     text = config.get("text_config")
-    of_text = text.get("eos_token_id") if isinstance(text, dict) else None
-    for eos in (generation.get("eos_token_id"), config.get("eos_token_id"), of_text, tokenizer.eos_id):
+    text_eos = text.get("eos_token_id") if isinstance(text, dict) else None
+    for eos in (generation.get("eos_token_id"), config.get("eos_token_id"), text_eos, tokenizer.eos_id):
         ids = eos if isinstance(eos, list) else [eos]
         if valid := tuple(token_id for token_id in ids if type(token_id) is int and token_id >= 0):
             return valid
@@ -148,12 +148,12 @@ def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer
 
 def _read_suppressed_ids(generation: dict[str, object]) -> tuple[int, ...]:
     ids = generation.get("suppress_tokens") or []
-    if not isinstance(ids, list) or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+    if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
         raise ModelError(
             f"{_GENERATION_CONFIG}: suppress_tokens must be a list of token ids, not {ids!r}; correct it, or use "
             "--generation-config none"
         )
-    return tuple(ids)
+    return tuple(token_id for token_id in ids if token_id >= 0)  # -1 means none
 
 
 def _read_defaults(generation: dict[str, object]) -> tuple[dict[str, float], tuple[str, ...]]:

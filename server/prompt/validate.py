@@ -100,7 +100,7 @@ def prepare(
         raise Unsupported(f"this model ({facts.architecture}) returns vectors and generates no text")
     if thinking is None and params.thinking_token_budget not in (None, -1):
         raise Unsupported(
-            "thinking_token_budget works in chat only, with a model whose reasoning format is known",
+            "thinking_token_budget needs a conversation, and a model whose reasoning format is known",
             "thinking_token_budget",
         )
     _check_named_ids(params, facts.vocab_size)

@@ -232,6 +232,8 @@ class ResponsesRequest(InputTokensRequest):
         """Raises InvalidRequest, Unsupported."""
         check_metadata(self.metadata or {})
         check_cache_salt(self.cache_salt)
+        if self.is_compaction and self.structured_outputs is not None:
+            raise InvalidRequest("structured_outputs and a compaction_trigger exclude each other", "structured_outputs")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest("priority must fit into 32 bits", "priority")
         if len(self.logit_bias or ()) > limits.logit_bias:

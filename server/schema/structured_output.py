@@ -51,6 +51,8 @@ class ResponseFormat(BaseModel):
                     "response_format.schema and response_format.json_schema exclude each other",
                     "response_format.schema",
                 )
+            if self.type == "json_object" and self.json_object_schema in ({}, True):  # any object, but no other value
+                return StructuredOutputs(json_object=True, param="response_format.schema")
             return StructuredOutputs(json=self.json_object_schema, param="response_format.schema")
         if self.type == "json_schema":
             if self.json_schema is None:

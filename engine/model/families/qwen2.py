@@ -22,12 +22,12 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         windows=read_windows(config),
         qkv_bias=True,
     )
-    spec = limit_to_one_chunk(config, spec)
+    spec = limit_dual_chunk_context(config, spec)
     config.done()
     return spec, weights(spec)
 
 
-def limit_to_one_chunk(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
+def limit_dual_chunk_context(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     """Limit the context of Qwen's models for a million tokens to one chunk, in which dual chunk attention is the usual
     attention (arXiv:2402.17463). Their sparse attention approximates the usual one, so it is not needed."""
     chunks = config.inner("dual_chunk_attention_config")
@@ -39,7 +39,7 @@ def limit_to_one_chunk(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
         raise ModelError(
             f"config.json: dual_chunk_attention_config: local_size {local} must be below chunk_size {size}"
         )
-    chunks.ignore("original_max_position_embeddings")
+    original = chunks.integer("original_max_position_embeddings", size)  # longer texts have other attention scores
     chunks.ignore("sparse_attention_config", "sparse_attention_enabled", "sparse_attention_threshold")
     chunks.done()
-    return replace(spec, max_position=min(spec.max_position, size - local))
+    return replace(spec, max_position=min(spec.max_position, size - local, original))

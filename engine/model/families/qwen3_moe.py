@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.names import weights
-from serve_llm.engine.model.families.qwen2 import limit_to_one_chunk
+from serve_llm.engine.model.families.qwen2 import limit_dual_chunk_context
 from serve_llm.engine.model.families.qwen2_moe import NAMES, read_experts
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
@@ -26,7 +26,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         output_bias=bias,
         head_norm=True,
     )
-    dense = limit_to_one_chunk(config, dense)
+    dense = limit_dual_chunk_context(config, dense)
     # in published files; transformers does not read them
     config.ignore("max_window_layers", "qkv_bias", "use_qk_norm", "shared_expert_intermediate_size")
     # num_experts in published files, num_local_experts as transformers 5 writes it

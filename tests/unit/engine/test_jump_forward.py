@@ -248,6 +248,19 @@ def test_forced_ids_meet_the_requests_restrictions(engine: EngineCore) -> None:
     assert generate(engine, [allowed])[1].token_ids == [first, *others]
 
 
+def test_banned_ids_that_the_grammar_does_not_force_stop_no_jump(engine: EngineCore, one_by_one: EngineCore) -> None:
+    ids = ids_of("unconditionally yes")
+    other = next(token_id for token_id in range(100) if token_id not in ids)
+    grammar = compile_grammar(choice=["unconditionally yes"])
+    steps = {}
+    for name, words in (("none", ()), ("other", ((other,),)), ("longer", ((other, other),))):
+        for chosen in (engine, one_by_one):
+            outputs = run(chosen, constrained(1, grammar, bad_words_ids=words))
+            assert [token_id for output in outputs for token_id in output.token_ids][: len(ids)] == ids
+        steps[name] = len(run(engine, constrained(1, grammar, bad_words_ids=words)))
+    assert steps["other"] == steps["none"] < steps["longer"]
+
+
 def test_bursts_of_forced_ids_keep_other_streams_going() -> None:
     """Every step computes a token of each stream, even if forced ids exceed the step's budget."""
     engine = make_engine(demo(), **OPTIONS, max_num_batched_tokens=16)

@@ -21,12 +21,15 @@ from serve_llm.kernels.cpu.linear import Packer
 
 ROOT = Path(__file__).parents[3]
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16 -mavx512vnni".split()
+PROCESSOR = Path("/proc/cpuinfo")
 SOURCES = ("linear.cpp", "pool.cpp", "multiply.cpp")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
-    pytest.mark.skipif("avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="needs AVX512-BF16"),
+    pytest.mark.skipif(
+        not PROCESSOR.exists() or "avx512_bf16" not in PROCESSOR.read_text(), reason="needs AVX512-BF16"
+    ),
 ]
 
 

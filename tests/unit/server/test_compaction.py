@@ -143,6 +143,11 @@ def test_a_stored_conversation_is_summarised(serve_stored: Serve) -> None:
     assert served.get(f"/v1/responses/{reply.json()['id']}").status == 404
 
 
+def test_a_summary_has_no_grammar(served: Served) -> None:
+    reply = ask(served, *CONVERSATION, TRIGGER, structured_outputs={"regex": "[ab]+"})
+    assert reply.status == 400 and reply.json()["error"]["param"] == "structured_outputs"
+
+
 def test_a_trigger_makes_the_reply_a_summary(served: Served) -> None:
     fields: Json = {"text": {"format": {"type": "json_object"}}, "tools": [CLOCK], "tool_choice": "required"}
     reply = ask(served, *CONVERSATION, TRIGGER, **fields)

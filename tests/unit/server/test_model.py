@@ -67,6 +67,8 @@ def test_suppressed_ids_are_banned_in_every_request(checkpoint: Path) -> None:
     (sampling,) = prepare([[5]], SamplingParams(), model, facts(vocab_size=4096)).samplings
     assert sampling.bad_words_ids == ((3,), (4,))
     assert load(checkpoint, generation_config="none").suppressed_ids == ()
+    change(checkpoint / "generation_config.json", suppress_tokens=[-1, 5])
+    assert load(checkpoint).suppressed_ids == (5,)
     change(checkpoint / "generation_config.json", suppress_tokens="all")
     with pytest.raises(ModelError, match="suppress_tokens must be a list of token ids, not 'all'"):
         load(checkpoint)

@@ -99,6 +99,7 @@ GBNF = 'root ::= "x" | "yy"'
         ({"json_schema": SCHEMA}, {"json": SCHEMA}),
         ({"json_schema": json.dumps(SCHEMA), "guided_json": None}, {"json": SCHEMA}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": {}}}, {"json_object": True}),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json": SCHEMA}),
         ({"response_format": {"type": "text"}, "regex": "a"}, {"regex": "a"}),
     ],

@@ -77,6 +77,8 @@ def test_dual_chunk_attention_limits_the_context_to_one_chunk(family: str) -> No
     ):
         with pytest.raises(ModelError, match=message):
             read_model(raw | {"dual_chunk_attention_config": chunks | change})
+    shorter = {"dual_chunk_attention_config": chunks | {"original_max_position_embeddings": 32768}}
+    assert read_model(raw | shorter)[0].max_position == 32768  # longer texts have other attention scores
 
 
 def test_yarn_may_say_that_it_was_trained() -> None:

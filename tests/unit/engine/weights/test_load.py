@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,6 +223,23 @@ class TestFiles:
         assert torch.equal(logprobs(tmp_path), expected)
         next(tmp_path.glob("*-00002-of-*.safetensors")).unlink()
         with pytest.raises(ModelError, match="nor only one other safetensors file or all parts"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("count", ["00001", "99999999999"])
+    def test_parts_that_cannot_be_one_model(self, count: str, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, "llama")
+        whole = tmp_path / "model.safetensors"
+        shutil.copy(whole, tmp_path / f"model-1-of-{count}.safetensors")
+        whole.rename(tmp_path / f"model-00001-of-{count}.safetensors")
+        with pytest.raises(ModelError, match="nor only one other safetensors file or all parts"):
+            load(tmp_path)
+
+    def test_parts_without_an_index_that_hold_the_same_tensor(self, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, "llama")
+        whole = tmp_path / "model.safetensors"
+        shutil.copy(whole, tmp_path / "model-1-of-2.safetensors")
+        whole.rename(tmp_path / "model-2-of-2.safetensors")
+        with pytest.raises(ModelError, match="several of its safetensors files hold the same tensor"):
             load(tmp_path)
 
     def test_cut_off(self, tmp_path: Path) -> None:
