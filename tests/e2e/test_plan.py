@@ -77,7 +77,7 @@ ERRORS: list[tuple[list[str], int, str]] = [
         "--kv-cache-dtype: fp8 is not served on a b200",
     ),
     (
-        ["demo", "--device", "cpu", "--memory", "31MiB"],
+        ["demo", "--device", "cpu", "--dtype", "float32", "--memory", "60MiB"],
         4,
         "a machine is short of .*use --quantization int8 with .*, or use --kv-cache-dtype int8 with "
         r".*\(counted: weights, one step, and the KV cache of one request of 2,048 tokens\)",

@@ -36,7 +36,7 @@ def test_engines_come_and_go_under_load_and_no_client_notices() -> None:
     with Daemon("demo", *OPTIONS) as daemon:
         refused = scale(daemon, "--data-parallel-size", "4")
         assert refused.returncode and "4 is not between 1 (--data-parallel-min) and 3" in refused.stderr
-        with Clients(daemon, 6, (4, 24, 200), headers=HEADERS) as clients:
+        with Clients(daemon, 6, (4, 24, 1000), headers=HEADERS) as clients:
             clients.wait_for(6)
             grown = scale(daemon, "--data-parallel-size", "3")
             assert grown.returncode == 0 and grown.stdout.endswith("\n3 engines serve\n"), grown.stderr
