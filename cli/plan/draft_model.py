@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from serve_llm.cli.plan.parameters import LinearWeight
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import resolve_config
 from serve_llm.common.options.engine_schema import EngineOptions
@@ -37,7 +38,7 @@ def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, 
     shard = Shard(ParallelLayout(), 0, range(len(draft.spec.layers)))
     weights = weight_bytes(draft.spec, shard, draft.config.element_bytes, config.device).held
     if draft.eagle is not None:
-        weights += _count_other_bytes(draft.spec, draft.eagle, draft.config.element_bytes)
+        weights += _count_other_bytes(draft.spec, draft.eagle, draft.config.element_bytes, draft.config.device)
     return weights + count_cache_bytes(draft, max(0, memory - weights))
 
 
@@ -52,17 +53,21 @@ def _count_mtp_bytes(mtp: MTPSpec, element_bytes: int, device: str) -> int:
     """Bytes of the layer, the embedding, the LM head, the final norm, and the parts that a decoder layer lacks."""
     shard = Shard(ParallelLayout(), 0, range(mtp.layer, mtp.layer + 1))
     width = mtp.model.hidden_size
-    norms_and_projection = 3 * width + 2 * width * width
-    return weight_bytes(mtp.model, shard, element_bytes, device).held + norms_and_projection * element_bytes
+    projection = LinearWeight(width, 2 * width).held_bytes(element_bytes, device, fp8=False)
+    return weight_bytes(mtp.model, shard, element_bytes, device).held + 3 * width * element_bytes + projection
 
 
-def _count_other_bytes(spec: ModelSpec, eagle: EagleSpec, element_bytes: int) -> int:
+def _count_other_bytes(spec: ModelSpec, eagle: EagleSpec, element_bytes: int, device: str) -> int:
     """Bytes of an EAGLE-3 head that a one-layer decoder lacks, minus those that the decoder has and the head lacks."""
+
+    def held(outputs: int, inputs: int) -> int:
+        return LinearWeight(outputs, inputs).held_bytes(element_bytes, device, fp8=False)
+
     width = spec.hidden_size
     attention = spec.layers[0].attention
     assert isinstance(attention, AttentionSpec)
-    num_heads = attention.num_heads + 2 * attention.num_kv_heads
-    embeddings = num_heads * attention.head_dim * width  # their part of the input of queries, keys and values
-    fused = NUM_STATES * eagle.target_hidden_size * width
-    unused = (spec.vocab_size - eagle.draft_vocab_size) * width
-    return (embeddings + fused + width - unused) * element_bytes
+    rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    embeddings = held(rows, 2 * width) - held(rows, width)  # their part of the input of queries, keys and values
+    fused = held(width, NUM_STATES * eagle.target_hidden_size)
+    unused = held(spec.vocab_size, width) - held(eagle.draft_vocab_size, width)
+    return embeddings + fused + width * element_bytes - unused

@@ -16,9 +16,9 @@ UNIT_BYTES = 4  # rows are read in whole units
 BFLOAT16_BYTES = 2
 # With AVX-512 and without AMX, weights in bfloat16 are compressed: see `kernels.cpu.linear.CompressedWeight`.
 QUAD_INPUTS = 8
-QUAD_BYTES = 12  # of QUAD_INPUTS inputs of one output
-CODES_BYTES = 16 + 4  # of a panel: upper bytes, and where its weights without a code start
-RARE_BYTES = 4  # of a weight without a code
+QUAD_BYTES = 12  # for QUAD_INPUTS inputs of one output
+CODES_BYTES = 16 + 4  # for a panel: upper bytes, and where its weights without a code start
+RARE_BYTES = 4  # for a weight without a code
 RARE_LEAST = 64  # room for those of a layer: see `kernels.cpu.linear.rare_room`
 RARE_PART = 256
 SCALE_BYTES = 4

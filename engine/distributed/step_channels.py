@@ -28,8 +28,8 @@ STEP_FACTOR = 20  # a step may take this many times as long as the longest step 
 class ConnectionLost(ChannelClosed):
     """The step connection to these ranks was lost."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"the step connection to {name_numbers('rank', ranks)} is lost")
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
         self.ranks = ranks
 
 
@@ -143,7 +143,7 @@ class SocketStepChannel:
         if self._closed.is_set():
             raise ChannelClosed("the step channel was closed")
         if lost := [rank for rank, peer in self._peers.items() if not send(self._socket, peer, message)]:
-            raise ConnectionLost(lost)
+            raise ConnectionLost(f"the step connection to {name_numbers('rank', lost)} is lost", lost)
 
     def receive(self, seconds: float = STEP_SECONDS) -> bytes:
         return self._receive(time.monotonic() + seconds)[1]

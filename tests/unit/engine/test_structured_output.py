@@ -264,7 +264,7 @@ def test_nothing_left_is_an_error_with_its_cause(engine: EngineCore) -> None:
     outputs = run(engine, requests)
     for number in (1, 2):
         assert outputs[number][-1].finish_reason is FinishReason.ERROR
-        assert "allowed_token_ids and bad_words" in (outputs[number][-1].error or "")
+        assert "allowed_token_ids, bad_words" in (outputs[number][-1].error or "")
         assert outputs[number][-1].token_ids == [] and outputs[number][-1].is_contradiction
     assert outputs[3][-1].finish_reason is FinishReason.STOP
 
