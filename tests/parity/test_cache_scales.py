@@ -99,9 +99,10 @@ def test_equals_a_cache_of_rounded_floats(case: str, tmp_path: Path, monkeypatch
 
     expected = run(kernels=ROUNDED)
     assert_same(run(kv_cache_dtype="fp8"), expected)
-    assert_same(run(kv_cache_dtype="fp8", tensor=2), expected)
+    # Sums over ranks are rounded otherwise, so that a number between two of fp8 may become the other one.
+    assert_same(run(kv_cache_dtype="fp8", tensor=2), expected, tolerance=5e-3)
     if case == PER_HEAD:
-        assert_same(run(kv_cache_dtype="fp8", tensor=3), expected)
+        assert_same(run(kv_cache_dtype="fp8", tensor=3), expected, tolerance=5e-3)
         assert_same(run(kv_cache_dtype="fp8", stages=2), expected)
     edit_config(directory, lambda stored: stored.update(kv_cache_scheme={"num_bits": 8, "type": "int"}))
     if case != "AutoFP8":

@@ -189,7 +189,7 @@ def graphs_of(engine: EngineCore) -> model_runner.GraphRunner:
     return found
 
 
-def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
+def assert_same(found: dict[int, Result], expected: dict[int, Result], tolerance: float = 1e-4) -> None:
     """Assert that ids, reasons and ranks are equal and log-probabilities nearly equal."""
     for number, wanted in expected.items():
         result = found[number]
@@ -197,4 +197,6 @@ def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
         theirs = [*wanted.logprobs, *(wanted.prompt_logprobs or [])]
         for ours, other in zip([*result.logprobs, *(result.prompt_logprobs or [])], theirs, strict=True):
             assert (ours.rank, ours.top_ids) == (other.rank, other.top_ids)
-            assert [ours.logprob, *ours.top_logprobs] == pytest.approx([other.logprob, *other.top_logprobs], abs=1e-4)
+            assert [ours.logprob, *ours.top_logprobs] == pytest.approx(
+                [other.logprob, *other.top_logprobs], abs=tolerance
+            )
