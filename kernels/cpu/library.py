@@ -105,13 +105,10 @@ class Library:
     def function(self, name: str, *arguments: type) -> Callable[..., None]:
         """Return a kernel of rows.cpp in this variant. arguments: ctypes of its parameters."""
         variant = "avx512_bf16" if self.variant == "amx" else self.variant  # rows.cpp has no variant for matrix units
-        found = self.compiled[f"serve_llm_{name}_{variant}"]
-        found.argtypes = arguments
-        found.restype = None
-        return found
+        return self.shared_function(f"{name}_{variant}", *arguments)
 
     def shared_function(self, name: str, *arguments: type) -> Callable[..., None]:
-        """Return a function whose first argument is the number of the variant. arguments: ctypes of its parameters."""
+        """Return a function that serves all variants. arguments: ctypes of its parameters."""
         found = self.compiled[f"serve_llm_{name}"]
         found.argtypes = arguments
         found.restype = None

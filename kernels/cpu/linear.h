@@ -43,8 +43,8 @@ struct Multiply {
   // Whether the loops need x widened, in rows of 2 x units numbers of 32 bits, instead of as it is: bfloat16 to float32;
   // a unit of four bytes to two pairs of 16 bits, the first and the third, then the second and the fourth.
   bool (*widens)(Kind);
-  // Panels first .. last - 1 of all rows; first is even. x: as in the product, or widened. sums: 2 x (rows, columns) floats of
-  // scratch.
+  // Panels first .. last - 1 of all rows; first is even. x: as in the product, or widened. sums: 2 x (rows, columns)
+  // floats of scratch.
   void (*panels)(const Product&, const void* x, int64_t x_row, int first, int last, float* sums);
   // Panels first .. last - 1 of a weight of `outputs` rows, each of `row_bytes` anywhere in memory.
   void (*pack)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed);

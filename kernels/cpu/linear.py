@@ -74,10 +74,9 @@ class Packer:
         check_sources(self.compiled, "product", ctypes.sizeof(Product))
         self.columns: int = self.compiled.serve_llm_panel_columns(self.number)  # outputs of a panel
         self.compresses = bool(self.compiled.serve_llm_compresses(self.number))  # weights in bfloat16
-        self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-        self.compiled.serve_llm_linear.restype = None
-        self.compiled.serve_llm_linear_batch.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
-        self.compiled.serve_llm_linear_batch.restype = None
+        self.multiply = library.shared_function("linear", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        batch = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
+        self.multiply_batch = library.shared_function("linear_batch", *batch)
         rows = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         self._pack = library.shared_function("pack", *rows, ctypes.c_void_p, ctypes.c_int)
         self._choose_codes = library.shared_function("choose_codes", *rows, *(ctypes.c_void_p,) * 2, ctypes.c_int)
@@ -151,8 +150,8 @@ class CompiledLinear:
         outputs = len(rows)
         inputs = weights[0].shape[1]
         dtype = weights[0].dtype
-        self.multiply_batch: Callable[..., None] = packer.compiled.serve_llm_linear_batch
-        self._multiply = packer.compiled.serve_llm_linear
+        self.multiply_batch: Callable[..., None] = packer.multiply_batch
+        self._multiply = packer.multiply
         self.variant = packer.number
         self._outputs = outputs
         self._columns = packer.columns

@@ -40,7 +40,6 @@ constexpr int LARGE_BLOCK_OF_TWO = 256;  // for many
 
 // How a unit of x and a unit of the weight are multiplied and added to a sum.
 struct Floats {
-  static constexpr bool STORES_TWO = false;
   typedef float X;
   typedef Vec Sum;
   static constexpr int NUMBERS = 1;  // numbers of X in a unit
@@ -56,7 +55,6 @@ struct Floats {
 };
 
 struct WideBf16 {  // without a bfloat16 instruction: x is widened to float32
-  static constexpr bool STORES_TWO = false;
   typedef float X;
   typedef Vec Sum;
   static constexpr int NUMBERS = 2;
@@ -75,7 +73,6 @@ struct WideBf16 {  // without a bfloat16 instruction: x is widened to float32
 };
 
 struct WholeUnits {  // for instructions that multiply whole units
-  static constexpr bool STORES_TWO = false;
   typedef uint32_t X;
   static constexpr int NUMBERS = 1;
   static constexpr bool PAIRS_PANELS = false;
@@ -90,16 +87,9 @@ struct WholeUnits {  // for instructions that multiply whole units
 struct PairsOfBf16 : WholeUnits {
   static constexpr bool PAIRS_PANELS = true;
   static constexpr int MOST_DIRECT = 12;
-  static constexpr bool STORES_TWO = true;
   typedef Vec Sum;
   static void add(Sum& sum, const Weight& w, const X* x) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)w.value, (__m512bh)_mm512_set1_epi32(*x));
-  }
-  // Stores the results of one row and two whole panels in bfloat16: one vector, without a mask, which takes longer.
-  static void store_two(const Product& p, int row, int column, const Sum* sums) {
-    Vec y[2] = {sums[0], sums[1]};
-    for (int i = 0; p.bias != nullptr && i < 2; i++) y[i] += load<Vec>(p.bias + column + i * W);
-    store((Bf16*)p.y + row * p.y_row + column, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
   }
 };
 typedef PairsOfBf16 Bf16s;
@@ -116,7 +106,6 @@ struct Bytes : WholeUnits {
 };
 #elif !defined(__AMX_TILE__)
 struct Bytes {  // without an instruction for four bytes: x and the weight are widened to 16 bits, x beforehand
-  static constexpr bool STORES_TWO = false;
   typedef uint32_t X;
   typedef Ints Sum;
   static constexpr int NUMBERS = 2;
@@ -204,13 +193,12 @@ void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, 
 // Writes the results of ROWS rows and PANELS panels from their sums, (ROWS, PANELS) vectors.
 template <class Type, int ROWS, int PANELS>
 void finish_rows(const Product& p, int row, int panel, const typename Type::Sum* sums) {
-  if constexpr (PANELS == 2 && Type::STORES_TWO)
-    if (p.y_bf16 && (panel + 2) * COLUMNS <= p.outputs) {
-      for (int r = 0; r < ROWS; r++) Type::store_two(p, row + r, panel * COLUMNS, sums + 2 * r);
-      return;
-    }
-  for (int r = 0; r < ROWS; r++)
-    for (int i = 0; i < PANELS; i++) finish(p, row + r, (panel + i) * COLUMNS, sums[r * PANELS + i]);
+  for (int r = 0; r < ROWS; r++, sums += PANELS) {
+    if constexpr (PANELS == 2)
+      finish_two(p, row + r, panel * COLUMNS, sums[0], sums[1]);
+    else
+      for (int i = 0; i < PANELS; i++) finish(p, row + r, (panel + i) * COLUMNS, sums[i]);
+  }
 }
 
 template <class Type, int ROWS, int PANELS, class Next>

@@ -18,15 +18,19 @@ inline Four four_of(const char* row, int64_t row_bytes, int unit) {
   return found;
 }
 
+// Transposes units `unit` to unit + 3 of a panel: turned[i] is unit + i of all its outputs, zeros after the last one.
+inline void turn_panel(const char* const* rows, int64_t row_bytes, int outputs, int panel, int unit, Units (&turned)[4]) {
+  turn([&](int i) {
+    return panel * W + i < outputs ? four_of(rows[panel * W + i], row_bytes, unit) : Four{};
+  }, turned);
+}
+
 void pack(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed) {
   const int units = (int)((row_bytes + 3) / 4);
   for (int panel = first; panel < last; panel++)
     for (int unit = 0; unit < units; unit += 4) {
-      const int column = panel * W;
       Units turned[4];
-      turn([&](int i) {
-        return column + i < outputs ? four_of(rows[column + i], row_bytes, unit) : Four{};
-      }, turned);
+      turn_panel(rows, row_bytes, outputs, panel, unit, turned);
       for (int i = 0; i < 4 && unit + i < units; i++)
         store(packed + ((int64_t)panel * units + unit + i) * W, turned[i]);
     }
@@ -81,9 +85,7 @@ void pack_compressed(const char* const* rows, int64_t row_bytes, int outputs, in
     uint32_t* to = packed + pair_start(units, panel & ~1) + panel % 2 * QUAD_WORDS;
     for (int unit = 0; unit < units; unit += QUAD) {
       Units turned[QUAD];
-      turn([&](int i) {
-        return column + i < outputs ? four_of(rows[column + i], row_bytes, unit) : Four{};
-      }, turned);
+      turn_panel(rows, row_bytes, outputs, panel, unit, turned);
       __m512i codes[2];
       __mmask64 without[2];
       for (int i = 0; i < 2; i++) {

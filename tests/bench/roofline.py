@@ -53,9 +53,8 @@ class Work:
 
 def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool = False) -> Work:
     """Return the work of one step. chunks: for each sequence the number of new tokens and the context length including
-    them; each samples one token. Linear layers are in bf16, counted as 16 bits also where the kernels hold 12 (decision
-    0064), or in fewer bits as the spec or is_int8 says; is_int8
-    includes the head."""
+    them; each samples one token. Linear layers are in bf16, or in fewer bits as the spec or is_int8 says; is_int8
+    includes the head. bf16 counts as 16 bits also where the kernels hold 12 (decision 0064)."""
     new = sum(count for count, _ in chunks)
     counts = [_products(layer, spec.hidden_size, new) for layer in spec.layers]
     stored, multiplied = sum(read for read, _ in counts), sum(used for _, used in counts)
