@@ -213,7 +213,7 @@ def resolve(
         long_rope_threshold=long_rope_threshold,
         allow_unknown_config=options.allow_unknown_config,
         cpu_threads=options.cpu_threads,
-        enforce_eager=options.enforce_eager or device == "cpu",
+        enforce_eager=options.enforce_eager,
         batch_invariant=options.batch_invariant or device == "cpu",
         attention_backend=_attention_backend(options, device),
         all_reduce=_all_reduce(options, device, dtype),

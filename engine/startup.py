@@ -249,7 +249,7 @@ def resolve_config(
     if isinstance(spec, TransformersSpec):
         logger.warning(SLOW, spec.architecture)
     elif spec.has_states:
-        logger.info("%s", STATES if config.enforce_eager else f"{STATES}; {NO_GRAPHS}")
+        logger.info("%s", f"{STATES}; {NO_GRAPHS}" if config.device == "cuda" and not config.enforce_eager else STATES)
     _log_default_speculation(options, config, isinstance(spec, ModelSpec) and spec.has_states)
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from serve_llm.kernels.backends import flash_attention, triton_kernels
 from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, BackendRequirements, UnavailableBackend
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu import moe as compiled_moe
+from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder
 from serve_llm.kernels.cpu.delta_rule import DeltaRuleKernel
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
@@ -50,6 +52,8 @@ from serve_llm.kernels.sampling import DeviceSamplingKernels, SamplingKernels
 from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 
 logger = logging.getLogger(__name__)
+
+Record = Callable[[BufferPool], AbstractContextManager[CallRecorder]]  # see `Library.record`
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ class Kernels:
     pack_experts: Callable[..., moe.PackedExperts]
     lora: LoRAKernels | None = None  # None: adapters are computed with linear layers
     allocate_lora_slots: AllocateLoRASlots | None = None  # None: layers have no slots that hold adapters
-    capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
+    capturable: bool = False  # steps may be captured: they read lengths on the device and do not synchronise
+    record: Record | None = None  # on a CPU: how steps are captured
 
     def with_cache_scales(self, scales: Tensor) -> Kernels:
         """The kernels for a layer whose KV cache is in fp8. scales: see `kernels.attention.write_cache`."""
@@ -175,6 +180,7 @@ def choose(
             paged_attention=attention.paged_attention,
             encoder_attention=encoder_attention.encoder_attention,
             rope_and_cache=rope.rope_and_cache,
+            capturable=False,
         )
     return compiled
 
@@ -296,6 +302,8 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         quantise_int8=rows.quantise_int8,
         pack_experts=compiled_moe.pack_experts,
         lora=lora,
+        capturable=True,
+        record=found.record,
     )
 
 

@@ -114,7 +114,9 @@ class EngineOptions:
     )
     gpu_memory_utilization: float = option(0.9, parse_fraction, "fraction of the GPU's memory for weights and KV cache")
     enforce_eager: bool = option(
-        False, parse_boolean, "on a GPU: launch every kernel separately, without CUDA graphs of decode steps"
+        False,
+        parse_boolean,
+        "launch every kernel of a step separately, without CUDA graphs or, on a CPU, recorded steps of a few tokens",
     )
     batch_invariant: bool = option(
         False,

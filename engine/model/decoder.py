@@ -206,6 +206,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
     ropes, rope_of_layer = _build_ropes([spec.layers[index] for index in shard.layers], device)
     temperatures, temperature_of_layer = _find_temperatures([spec.layers[index] for index in shard.layers])
     reads_back = any(experts.reads_back for experts in builder.experts)
+    can_record = builder.kernels.record is None or groups.tensor.size == 1  # all-reduces on a CPU are not recorded
     builder.describe(
         f"{spec.architecture}, rank {shard.rank} of {shard.layout.size}: layers {shard.layers.start} to "
         f"{shard.layers.stop - 1} of {len(spec.layers)}, tensor-parallel rank {shard.tp_rank} of {groups.tensor.size}"
@@ -224,7 +225,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
         group_of_layer=[group_of_layer.get(layer) for layer in shard.layers],
         is_first_of_kind=[kind not in kinds[:index] for index, kind in enumerate(kinds)],
         dispatches=[experts for experts in builder.experts if isinstance(experts, ExpertDispatch)],
-        capturable=builder.kernels.capturable and not reads_back and not spec.has_states,
+        capturable=builder.kernels.capturable and not reads_back and not spec.has_states and can_record,
         hidden_size=spec.hidden_size,
         device=device,
         description=str(builder.tree),

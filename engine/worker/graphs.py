@@ -99,9 +99,11 @@ class GraphRunner:
         return 2 * num_sizes if self._has_adapters else num_sizes
 
     def logits(self, step: HostInputs, received: Tensor | None = None) -> Tensor:
-        """step: of single tokens. received: hidden states of the previous stage. Returns (sequences, columns). The next
-        call may overwrite them."""
+        """step: of at most `max_tokens` tokens. received: hidden states of the previous stage. Returns (tokens,
+        columns). The next call may overwrite them."""
         count = len(step.ids)
+        if len(step.context_lens) < count:
+            step = step.split()
         size = self.decode_sizes[bisect_left(self.decode_sizes, count)]
         has_adapters = step.adapter_slots is not None
         return self._run(BatchDescriptor(size, size, has_adapters=has_adapters), step, None, received)[:count]
@@ -289,13 +291,10 @@ class _Buffers:
         for slots in numbers[3:]:
             slots[count:] = -1
         context_lens[:num_sequences] = step.context_lens
-        if rows is None:
-            query_starts[:] = np.arange(len(query_starts))
-        else:
-            query_starts[:] = self._layout.tokens
-            query_starts[: num_sequences + 1] = step.query_starts
-            if self.rows is not None:
-                padded_rows[: len(rows)] = rows
+        query_starts[:] = np.arange(len(query_starts)) if rows is None else self._layout.tokens
+        query_starts[: num_sequences + 1] = step.query_starts
+        if rows is not None and self.rows is not None:
+            padded_rows[: len(rows)] = rows
         for index, (buffer, table) in enumerate(zip(self._tables, step.tables, strict=True)):
             split = step.split_chunks(index)
             if split is not None:

@@ -29,6 +29,7 @@ from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, Schedule
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.worker import oom
+from serve_llm.engine.worker.call_graphs import MAX_TOKENS, CallCapture, CallGraphRunner
 from serve_llm.engine.worker.graphs import Capture, CudaCapture, GraphRunner
 from serve_llm.engine.worker.input_batch import HostInputs, InputBatch, LastTokenIds
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
@@ -61,10 +62,9 @@ class ModelRunner:
         self.caches = caches
         self._shard = shard
         self._adapters = adapters
-        self._generates = config.generates
         speculation = config.speculation
         self._sends_last_states = speculation is not None and speculation.reads_last_states
-        self._max_model_len = config.max_model_len
+        self._config = config
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
         self._has_states = kv_cache_config.max_states > 0
@@ -77,12 +77,13 @@ class ModelRunner:
         sends_states = speculation is not None and speculation.reads_hidden_states
         can_capture = decoder.capturable and not sends_states and not config.enforce_eager
         if can_capture and config.expert_engines == 1:
-            self.graphs = GraphRunner(
+            records = isinstance(capture, CallCapture)
+            self.graphs = (CallGraphRunner if records else GraphRunner)(
                 self._compute_logits,
                 CudaCapture(device) if capture is None else capture,
                 self._copier,
                 kv_cache_config.groups,
-                config.max_num_seqs,
+                MAX_TOKENS if records else config.max_num_seqs,
                 config.max_model_len,
                 shard.is_last,
                 has_adapters=adapters is not None,
@@ -124,8 +125,8 @@ class ModelRunner:
         received = self._receive_masks(scheduler_output, masks)
         if not self._shard.is_last:
             return NO_RESULTS
-        results = [RunnerOutput() for _ in scheduler_output.scheduled]
-        return self._sample(scheduler_output.scheduled, replayed, received, results)
+        scheduled = scheduler_output.scheduled
+        return self._sample(scheduled, replayed, received, [RunnerOutput() for _ in scheduled])
 
     def _start_eager(
         self,
@@ -212,7 +213,7 @@ class ModelRunner:
         arrays = self._input_batch.gather(scheduler_output.scheduled)
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         if self._decoder.capturable:  # the lists are upper bounds, with which attention takes the most memory
-            inputs = replace(inputs, context_lens=[self._max_model_len] * len(inputs.context_lens))
+            inputs = replace(inputs, context_lens=[self._config.max_model_len] * len(inputs.context_lens))
         if self._has_states:  # all in the first slot, as all are in block 0
             inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))
         if not self._shard.is_last:
@@ -222,7 +223,7 @@ class ModelRunner:
         hidden = self._decoder.forward(inputs, self.caches, None if self._sends_last_states else last_rows)
         if self._sends_last_states:
             hidden = hidden[last_rows]
-        if not self._generates:
+        if not self._config.generates:
             return
         self._vocabulary.gather(self._decoder.logits(hidden)).float()
 
@@ -248,7 +249,8 @@ class ModelRunner:
         """See `graphs.Compute`."""
         if self._adapters is not None:
             self._adapters.layers.begin_captured_step(inputs.adapter_slots, rows)
-        inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
+        if self._config.async_scheduling:
+            inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
         hidden = self._decoder.run_layers(inputs, self.caches, rows, received)
         return self._decoder.logits(hidden) if self._shard.is_last else hidden
 
@@ -269,19 +271,16 @@ class ModelRunner:
         """Compute, with a captured graph, the logits of the tokens after which an id is sampled or, before the last
         stage, the hidden states of all tokens. None if there is no graph for the step."""
         num_tokens = len(arrays.ids)
-        num_sequences = len(scheduled)
         if not all(map(self._only_samples, scheduled)):
             return None
-        if num_tokens <= graphs.max_tokens and all(map(self._is_decode, scheduled)):
-            received = self._decoder.receive(num_tokens)
-            if num_sequences == num_tokens:
-                return graphs.logits(arrays, received)
-            logits = graphs.logits(arrays.split(), received)
-            rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
-            if len(rows) == num_tokens or not self._shard.is_last:
+        is_decode = num_tokens <= graphs.max_tokens and all(map(self._is_decode, scheduled))
+        if is_decode:
+            logits = graphs.logits(arrays, self._decoder.receive(num_tokens))
+            if len(scheduled) == num_tokens or not self._shard.is_last:
                 return logits
-            return logits[self._copier.to_device(np.array(rows))]
         rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
+        if is_decode:
+            return logits if len(rows) == num_tokens else logits[self._copier.to_device(np.array(rows))]
         if rows and graphs.can_run(arrays, len(rows)):
             return graphs.mixed_logits(arrays, rows, self._decoder.receive(num_tokens))
         return None

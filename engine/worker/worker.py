@@ -31,6 +31,7 @@ from serve_llm.engine.scheduler.output import MaskSource, SchedulerOutput
 from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.weights.load import choose_kernels, load_model
 from serve_llm.engine.worker import kv_cache, oom
+from serve_llm.engine.worker.call_graphs import CallCapture
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
 from serve_llm.engine.worker.expert_balancer import ExpertBalancer
 from serve_llm.engine.worker.freed_memory import keep_freed_memory
@@ -50,7 +51,7 @@ from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.warm_up import compile_kernels, warm_up
 from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.lora import AllocateLoRASlots, LoRASlots
-from serve_llm.kernels.registry import Kernels, choose_sampling
+from serve_llm.kernels.registry import Kernels, Record, choose_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Worker:
         self._adapters: AdapterLoader | None = None
         self._adapter_bytes = 0  # maximum bytes of adapters
         self._states: StateSizes | None = None
+        self._record: Record | None = None
         self._state_counts: dict[int, int] = {}  # layer -> float32 numbers of a sequence's state
         with oom.translate_oom(CapacityError, "while loading the weights"):
             started = time.perf_counter()
@@ -101,7 +103,7 @@ class Worker:
         self.weight_bytes = count_held_bytes(self._decoder, without=[item for item in buffers if item is not None])
         vocab_shards = shard.vocabularies(spec.vocab_size)
         self._vocabulary = VocabParallelLogits(vocab_shards, process_groups.tensor, choose_sampling(self._device))
-        if self._decoder.capturable != process_groups.wait_for_all(self._decoder.capturable):
+        if self._record is None and self._decoder.capturable != process_groups.wait_for_all(self._decoder.capturable):
             self._decoder.capturable = False  # ranks that capture run other steps at start, and steps of other sizes
             logger.warning("Steps are not captured as graphs, because the experts of another rank cannot be captured")
         self._balancer: ExpertBalancer | None = None
@@ -157,6 +159,8 @@ class Worker:
         caches = allocate_cache(kv_cache_config, self._kv_groups, self._cache_dtype, self._device, self._state_counts)
         if not kv_cache_config.groups:
             caches = [torch.empty(0, dtype=self._dtype, device=self._device)] * len(self._shard.layers)
+        if self._record is not None:
+            capture = CallCapture(self._record)
         return ModelRunner(
             self._config, self._decoder, caches, kv_cache_config, self._vocabulary, self._shard, self._adapters, capture
         )
@@ -169,6 +173,7 @@ class Worker:
         mixers = self._shard.list_delta_nets(spec)
         self._state_counts = {layer: self._shard.count_state(mixer) for layer, mixer in mixers.items()}
         kernels = self._choose_kernels(spec)
+        self._record = kernels.record
         lora = None
         if config.max_loras:
             allocate = self._build_allocate(kernels.allocate_lora_slots)
@@ -231,6 +236,7 @@ class Worker:
         self._model_kv_groups = spec.kv_groups
         self._kv_groups = self._shard.kv_groups(spec)
         kernels = self._choose_kernels(spec)
+        self._record = kernels.record
         self._decoder = load_decoder(kernels)
 
     def _choose_kernels(self, spec: ModelSpec) -> Kernels:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
+from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder
 
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")  # as the library numbers them, slowest first
 # The fastest variant that each value of oneDNN's variable allows, for these kernels as for torch's.
@@ -86,7 +88,7 @@ class Library:
         no variant that runs here, and ValueError if the variant is unknown, was not compiled, or does not run here."""
         self.compiled = ctypes.CDLL(str(path))
         check_sources(self.compiled, "problem", ctypes.sizeof(Problem))
-        self.compiled.serve_llm_attention.restype = None
+        self._recorder: CallRecorder | None = None
         allowed = enumerate(allowed_variants(os.environ))
         runnable = [number for number, _ in allowed if self.compiled.serve_llm_supported(number)]
         compiled = [number for number in runnable if self.compiled.serve_llm_compiled(number)]
@@ -101,6 +103,17 @@ class Library:
         if self.variant not in self.variants:
             raise ValueError(f"{path.name} has no variant {variant} for this processor, but {', '.join(self.variants)}")
         self.number = VARIANTS.index(self.variant)
+        self._attention = self.shared_function("attention", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+
+    @contextmanager
+    def record(self, pool: BufferPool) -> Iterator[CallRecorder]:
+        """A context that records the kernels of this library that are called. pool: holds their results."""
+        with CallRecorder(pool) as recorder:
+            self._recorder = recorder
+            try:
+                yield recorder
+            finally:
+                self._recorder = None
 
     def function(self, name: str, *arguments: type) -> Callable[..., None]:
         """Return a kernel of rows.cpp in this variant. arguments: ctypes of its parameters."""
@@ -112,7 +125,13 @@ class Library:
         found = self.compiled[f"serve_llm_{name}"]
         found.argtypes = arguments
         found.restype = None
-        return found
+
+        def call(*given: object) -> None:
+            found(*given)
+            if self._recorder is not None:
+                self._recorder.add(found, given)
+
+        return call
 
     def paged_attention(
         self,
@@ -137,8 +156,12 @@ class Library:
         else:
             part_stride = 0
         output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
-        starts = array("i", query_starts)
-        contexts = array("i", context_lens)
+        if on_device is None:
+            starts = array("i", query_starts)
+            contexts = array("i", context_lens)
+            starts_address, contexts_address = starts.buffer_info()[0], contexts.buffer_info()[0]
+        else:
+            starts_address, contexts_address = on_device.query_starts.data_ptr(), on_device.context_lens.data_ptr()
         problem = Problem(
             query=query.data_ptr(),
             query_token=query.stride(0),
@@ -151,12 +174,12 @@ class Library:
             value_dim=value_dim,
             table=block_table.data_ptr(),
             table_row=block_table.stride(0),
-            starts=starts.buffer_info()[0],
-            contexts=contexts.buffer_info()[0],
+            starts=starts_address,
+            contexts=contexts_address,
             sinks=None if sinks is None else sinks.data_ptr(),
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.data_ptr(),
             output=output.data_ptr(),
-            sequences=len(contexts),
+            sequences=len(context_lens),
             heads=query.shape[1],
             kv_heads=cache.shape[2],
             head_dim=query.shape[2],
@@ -168,7 +191,7 @@ class Library:
             int8=cache.dtype == torch.int8,
             causal=causal,
         )
-        self.compiled.serve_llm_attention(ctypes.byref(problem), self.number, torch.get_num_threads())
+        self._attention(ctypes.byref(problem), self.number, torch.get_num_threads())
         return output
 
 

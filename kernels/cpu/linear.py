@@ -175,7 +175,7 @@ class CompiledLinear:
             self.product.upper_bytes = compressed.upper_bytes.data_ptr()
             self.product.rare_starts = compressed.rare_starts.data_ptr()
             self.product.rare = compressed.rare.data_ptr()
-        self._reference = ctypes.addressof(self.product)
+        self._reference = ctypes.byref(self.product)
 
     def _by_panel(self, values: Tensor) -> int:
         """Address of one value per output, padded with zeros to a whole panel."""

@@ -65,8 +65,7 @@ class GroupQuantPacker:
         self.compiled = library.compiled
         self.number = library.number
         check_sources(self.compiled, "groupedproduct", ctypes.sizeof(GroupedProduct))
-        self.compiled.serve_llm_grouped_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-        self.compiled.serve_llm_grouped_linear.restype = None
+        self.multiply = library.shared_function("grouped_linear", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_grouped_linear_batch.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
         self.compiled.serve_llm_grouped_linear_batch.restype = None
         self.columns: int = self.compiled.serve_llm_grouped_columns(self.number)
@@ -120,7 +119,7 @@ class CompiledGroupedLinear:
     def __init__(self, packer: GroupQuantPacker, weight: GroupQuantWeight, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
         self.multiply_batch: Callable[..., None] = packer.compiled.serve_llm_grouped_linear_batch
-        self._multiply = packer.compiled.serve_llm_grouped_linear
+        self._multiply = packer.multiply
         self.variant = packer.number
         self._outputs = outputs
         self._order = weight.order
@@ -159,7 +158,7 @@ class CompiledGroupedLinear:
             first_units=first_units,
             group_units=group_units,
         )
-        self._reference = ctypes.addressof(self.product)
+        self._reference = ctypes.byref(self.product)
         self._columns = columns
         self._inputs = inputs
         nothing = torch.empty(0)

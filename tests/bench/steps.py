@@ -1,6 +1,6 @@
 """Measure how the time of an engine step divides into parts, and compare with the limits of memory and arithmetic.
 
-Run on a quiet machine: PYTHONPATH=tests python -m bench.steps [--quantization int8] [--steps 24]
+Run on a quiet machine: PYTHONPATH=tests python -m bench.steps [--quantization int8 | int4] [--steps 24]
 
 A 0.5B-shaped model runs in this process, stepped as in the engine's loop, with messages over a real socket. Timers are
 put around the engine's parts from outside: around every kernel in the table with which the model is built, and around
@@ -40,6 +40,7 @@ from serve_llm.engine.__main__ import ZmqChannel
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.weights import load
+from serve_llm.kernels.embedding_table import EmbeddingTable
 from serve_llm.kernels.registry import Kernels
 from support.resolved import resolve_all
 
@@ -134,6 +135,14 @@ def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernel
 
         return packed
 
+    def packing_table(pack: Callable[..., EmbeddingTable]) -> Callable[..., EmbeddingTable]:
+        def packed(*args: Any, **kwargs: Any) -> EmbeddingTable:
+            table = pack(*args, **kwargs)
+            look_up = watch.wrap("embedding", table.look_up)
+            return EmbeddingTable(TimedLinear(table.multiply, "head", watch), look_up)
+
+        return packed
+
     def timed(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: watch.wrap(kernel_part(name), one) for key, one in value.items()}
@@ -141,6 +150,8 @@ def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernel
             return value
         if name in ("pack_experts", "pack_heads"):  # built from timed products, or used by other models
             return value
+        if name.endswith("_table"):
+            return packing_table(value)
         return packing(value) if name.startswith("pack") else watch.wrap(kernel_part(name), value)
 
     fields = [one.name for one in dataclasses.fields(kernels)]
@@ -328,7 +339,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a checkpoint (default: the shape of Qwen2 0.5B)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=24, help="steps per number of streams, half of them with timers")
-    parser.add_argument("--quantization", choices=("int8",))
+    parser.add_argument("--quantization", choices=("int8", "int4"))
     given = parser.parse_args()
     options = {"quantization": given.quantization} if given.quantization else {}
     limits = measure_limits()

@@ -25,7 +25,7 @@ OPTIONS: dict[str, object] = {
 
 @pytest.fixture(scope="module")
 def engine() -> EngineCore:
-    return make_engine(demo(), **OPTIONS)
+    return make_engine(demo(), enforce_eager=True, **OPTIONS)
 
 
 def watch_steps(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -44,6 +44,7 @@ def test_defaults() -> None:
         directory="/models/demo",
         load_format="auto",
         device="cpu",
+        enforce_eager=False,
         dtype="bfloat16",
         max_model_len=4096,
         max_num_seqs=256,

@@ -1,0 +1,107 @@
+"""Records the kernels of a step, to repeat them without the Python code between them.
+
+In a step of a few tokens, most kernels take microseconds, and the code that chooses them, allocates their results and
+describes their tensors takes as long. A recorded step is a list of calls with their arguments. Repeating it reads and
+writes the same memory, so its inputs must be written to where they were.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+
+
+class BufferPool:
+    """The memory of results in recorded steps, of which only one is repeated at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def allocate(self, like: Tensor) -> Tensor:
+        """Return a tensor of the same dtype, sizes and strides, in memory that no tensor uses any more."""
+        num_bytes = like.untyped_storage().nbytes()
+        for buffer in self._buffers:
+            if buffer.untyped_storage().nbytes() >= num_bytes and not _is_used(buffer):
+                break
+        else:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffers.append(buffer)
+        return like.new_empty(0).set_(buffer.untyped_storage(), 0, like.size(), like.stride())
+
+
+class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that records torch's operations, and the kernels that are passed to `add`.
+
+    Results of kernels get their memory from a pool. As in the step itself, later calls may overwrite a result that no
+    tensor of the step holds any more."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pool = pool
+        self._calls: list[tuple[Callable[..., object], Sequence[Any]]] = []
+        self._constants: list[Tensor] = []  # kernels may read their memory
+
+    def add(self, kernel: Callable[..., object], arguments: Sequence[Any]) -> None:
+        """Record a call that was made. Structures are copied, because their owners change them for later calls."""
+        self._calls.append((kernel, [_copy_structure(argument) for argument in arguments]))
+
+    def __torch_dispatch__(
+        self, operation: Any, types: object, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        result = operation(*arguments, **options)
+        if operation.overloadpacket in ALLOCATIONS:
+            return self._pool.allocate(result)
+        if operation._schema.is_mutable:
+            self._calls.append((partial(operation, **options), arguments))
+        elif operation.overloadpacket is aten.lift_fresh:  # makes a constant
+            self._constants.append(result)
+        elif not _is_view(result, arguments):
+            self._calls.append((partial(_repeat, result, operation, options), arguments))
+        return result
+
+    def replay(self) -> None:
+        """Repeat the calls."""
+        for kernel, arguments in self._calls:
+            kernel(*arguments)
+
+
+def _is_used(buffer: Tensor) -> bool:
+    """Whether there are tensors in the buffer's memory besides itself."""
+    storage = buffer.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the buffer and `storage`
+
+
+def _is_view(result: Any, arguments: Sequence[Any]) -> bool:
+    """Whether the results of an operation are in the memory of its arguments, so that there is nothing to repeat."""
+    results, given = ([one for one in tree_leaves(part) if isinstance(one, Tensor)] for part in (result, arguments))
+    return {_find_memory(one) for one in results} <= {_find_memory(one) for one in given}
+
+
+def _find_memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _repeat(result: Any, operation: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> None:
+    """Overwrite the result of an operation, a tensor or several, by that of another call."""
+    repeated = operation(*arguments, **options)
+    if isinstance(result, Tensor):
+        result.copy_(repeated)
+        return
+    for old, new in zip(result, repeated, strict=True):
+        old.copy_(new)
+
+
+def _copy_structure(argument: Any) -> Any:
+    structure = getattr(argument, "_obj", None)  # of `ctypes.byref`
+    return argument if structure is None else ctypes.byref(type(structure).from_buffer_copy(structure))

@@ -1,0 +1,94 @@
+"""Recorded calls (`kernels.cpu.call_recorder`) compute from the inputs' memory into the same results."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder
+
+
+def record(compute: Callable[[], Tensor], pool: BufferPool | None = None) -> tuple[Tensor, CallRecorder]:
+    with torch.inference_mode(), CallRecorder(pool or BufferPool()) as recorder:
+        result = compute()
+    return result, recorder
+
+
+def replay(recorder: CallRecorder) -> None:
+    with torch.inference_mode():
+        recorder.replay()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + 1,
+        lambda x: x.t().contiguous().mul_(2).view(-1),
+        lambda x: torch.empty_like(x).copy_(x).sub_(3),
+        lambda x: torch.cat(x.relu().chunk(2, 1)).sum(0, keepdim=True),
+        lambda x: x.sort(1)[0][:, 1:],
+        lambda x: torch.where(x < 0, torch.zeros_like(x), x.double().cos().float()),
+        lambda x: x.index_select(0, torch.tensor([2, 0])),
+        lambda x: torch.nn.functional.pad(x, (0, 2)).new_zeros(3).add_(x[0, 0]),
+    ],
+)
+def test_a_replay_computes_from_new_inputs(compute: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(3, 4)
+    result, recorder = record(lambda: compute(x))
+    assert torch.equal(result, compute(x))
+    for _ in range(2):
+        x.normal_()
+        replay(recorder)
+        assert torch.equal(result, compute(x))
+
+
+def fill(recorder: CallRecorder, tensor: Tensor, source: Tensor, added: float) -> Tensor:
+    """Call a kernel that gets addresses. Returns `tensor`."""
+
+    def add(to: int, read: int, count: int) -> None:
+        numbers = (ctypes.c_float * count).from_address(read)
+        (ctypes.c_float * count).from_address(to)[:] = [number + added for number in numbers]
+
+    arguments = (tensor.data_ptr(), source.data_ptr(), source.numel())
+    add(*arguments)
+    recorder.add(add, arguments)
+    return tensor
+
+
+def test_results_that_nobody_holds_give_their_memory_to_later_ones() -> None:
+    pool = BufferPool()
+    x = torch.zeros(2, 3)
+    with torch.inference_mode(), CallRecorder(pool) as recorder:
+        total = x
+        for _ in range(10):
+            total = fill(recorder, torch.empty_like(total), total, 1.0)
+        half = total[1:]
+        del total
+        other = fill(recorder, torch.empty(1, 3), half, 5.0)
+        constant = fill(recorder, torch.empty(3), torch.tensor([1.0, 2.0, 3.0]), 1.0)
+    assert len(pool._buffers) == 3, "two in turns, and one for the last result"
+    x.fill_(2)
+    replay(recorder)
+    assert half.eq(12).all() and other.eq(17).all() and constant.tolist() == [2, 3, 4]
+
+
+def test_kernels_get_copies_of_their_structures() -> None:
+    class Pair(ctypes.Structure):
+        _fields_ = (("first", ctypes.c_int), ("second", ctypes.c_int))
+
+    pair = Pair(1, 2)
+    seen: list[tuple[int, int, int]] = []
+
+    def kernel(reference: object, number: int) -> None:
+        structure = reference._obj  # type: ignore[attr-defined]
+        seen.append((structure.first, structure.second, number))
+
+    recorder = CallRecorder(BufferPool())
+    recorder.add(kernel, (ctypes.byref(pair), 5))
+    pair.first = 9
+    recorder.replay()
+    assert seen == [(1, 2, 5)]
