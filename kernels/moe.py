@@ -19,6 +19,7 @@ from serve_llm.kernels.held_tensors import describe_structures, find_tensors
 from serve_llm.kernels.linear import Linear
 
 Activation = Callable[[Tensor], Tensor]
+SumRows = Callable[[Tensor, Tensor], Tensor]  # see `weighted_sum`
 
 
 class Experts(Protocol):
@@ -67,10 +68,12 @@ def pack_experts(
     activation: Activation,
     local_experts: range,
     adapters: ExpertAdapters | None = None,
+    *,
+    sum_rows: SumRows | None = None,
 ) -> PackedExperts:
     """pairs: the (first, last) layers of each local expert. local_experts: consecutive ids, may be empty. adapters:
-    added to the layers' results."""
-    return _SequentialExperts(list(pairs), activation, local_experts, adapters)
+    added to the layers' results. sum_rows: None for `weighted_sum`."""
+    return _SequentialExperts(list(pairs), activation, local_experts, adapters, sum_rows or weighted_sum)
 
 
 class _SequentialExperts:
@@ -82,8 +85,10 @@ class _SequentialExperts:
         activation: Activation,
         local_experts: range,
         adapters: ExpertAdapters | None,
+        sum_rows: SumRows,
     ) -> None:
         self._pairs = pairs
+        self._sum_rows = sum_rows
         self._activation = activation
         self._local_experts = local_experts
         self._adapters = adapters
@@ -110,7 +115,7 @@ class _SequentialExperts:
                 adapters.add_to_last(index, rows, inputs, numbers)
             outputs[pairs_of_expert] = rows
             del inputs, rows
-        return weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
+        return self._sum_rows(outputs.view(tokens, top_k, x.shape[1]), weights)
 
     def list_local_experts(self) -> list[LocalExpert]:
         """See `PackedExperts`."""

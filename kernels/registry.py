@@ -36,13 +36,13 @@ from serve_llm.kernels import (
 from serve_llm.kernels.backends import flash_attention, triton_kernels
 from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, BackendRequirements, UnavailableBackend
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.cpu import moe as compiled_moe
 from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder
 from serve_llm.kernels.cpu.delta_rule import DeltaRuleKernel
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
 from serve_llm.kernels.cpu.linear_grouped import GroupQuantPacker
 from serve_llm.kernels.cpu.lora import CompiledLoRA
+from serve_llm.kernels.cpu.moe import ExpertPacker
 from serve_llm.kernels.cpu.rows import RowKernels
 from serve_llm.kernels.cpu.sampling import CpuSamplingKernels
 from serve_llm.kernels.invariance import BatchInvarianceChecker, LayerKind
@@ -231,6 +231,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         rows = RowKernels(found)
         packer = Packer(found)
         lora = CompiledLoRA(found)
+        experts = ExpertPacker(found)
         delta_kernel = DeltaRuleKernel(found)
     except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"
@@ -300,7 +301,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         pack_grouped_table=pack_grouped_table,
         quantise_int4=rows.quantise_int4,
         quantise_int8=rows.quantise_int8,
-        pack_experts=compiled_moe.pack_experts,
+        pack_experts=experts.pack_experts,
         lora=lora,
         capturable=True,
         record=found.record,

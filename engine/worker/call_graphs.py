@@ -15,7 +15,7 @@ from serve_llm.engine.worker.input_batch import HostInputs
 from serve_llm.kernels.cpu.call_recorder import BufferPool
 from serve_llm.kernels.registry import Record
 
-MAX_TOKENS = 8  # of a recorded step
+MAX_TOKENS = 8  # the most that a recorded step has
 
 
 class CallCapture:

@@ -103,5 +103,5 @@ def _repeat(result: Any, operation: Callable[..., Any], options: Mapping[str, An
 
 
 def _copy_structure(argument: Any) -> Any:
-    structure = getattr(argument, "_obj", None)  # of `ctypes.byref`
+    structure = getattr(argument, "_obj", None)  # what `ctypes.byref` refers to
     return argument if structure is None else ctypes.byref(type(structure).from_buffer_copy(structure))

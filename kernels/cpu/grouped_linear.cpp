@@ -125,35 +125,35 @@ EXPORT void serve_llm_grouped_linear(const GroupedProduct* product, int variant,
 }
 
 // Multiplies each row with the weight of one of `count` layers that differ only in the contents of their weights: rows
-// ends[i - 1] .. ends[i] - 1 with layer i. all: the rows and the results, and what the layers have in common.
-EXPORT void serve_llm_grouped_linear_batch(const GroupedProduct* all, const GroupedProduct* layers, const int64_t* ends,
+// bounds[i] .. bounds[i + 1] - 1 with layer i. all: the rows and the results, and what the layers have in common.
+EXPORT void serve_llm_grouped_linear_batch(const GroupedProduct* all, const GroupedProduct* layers, const int64_t* bounds,
                                            int count, int variant, int threads) {
   const GroupedMultiply& loops = *VARIANTS[variant];
   const GroupedInput input = allocated(*all);
   std::vector<GroupedPiece> pieces;
-  std::vector<int> piece_of;  // of each row
-  int64_t row = 0;
+  std::vector<int> piece_of;  // of each row from bounds[0] on
+  int64_t row = bounds[0];
   for (int layer = 0; layer < count; layer++)
-    while (row < ends[layer]) {
+    while (row < bounds[layer + 1]) {
       GroupedPiece piece = {layers[layer],
                             {input.x + row * input.x_row, input.x_row, input.sums + row * all->groups,
                              input.scales + row * all->groups},
                             row};
       GroupedProduct& p = piece.product;
-      p.rows = ends[layer] - row < MOST_GROUPED_ROWS ? (int)(ends[layer] - row) : MOST_GROUPED_ROWS;
+      p.rows = bounds[layer + 1] - row < MOST_GROUPED_ROWS ? (int)(bounds[layer + 1] - row) : MOST_GROUPED_ROWS;
       p.x = (const char*)all->x + row * all->x_row;
       p.x_row = all->x_row;
       p.x_bf16 = all->x_bf16;
       p.y = (char*)all->y + row * all->y_row * (all->y_bf16 ? 2 : 4);
       p.y_bf16 = all->y_bf16;
       row += p.rows;
-      piece_of.resize(row, (int)pieces.size());
+      piece_of.resize(row - bounds[0], (int)pieces.size());
       pieces.push_back(piece);
     }
-  parallel(row, rows_at_once(*all), threads, [&](int64_t first, int64_t last) {
+  parallel(row - bounds[0], rows_at_once(*all), threads, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const GroupedPiece& piece = pieces[piece_of[i]];
-      loops.prepare(piece.product, (int)(i - piece.first_row), piece.input);
+      loops.prepare(piece.product, (int)(bounds[0] + i - piece.first_row), piece.input);
     }
   });
   const int panels = panels_of(*all, loops);

@@ -159,18 +159,18 @@ EXPORT void serve_llm_linear(const Product* product, int variant, int threads) {
 }
 
 // Multiplies each row with the weight of one of `count` layers that differ only in weight, bias, weight_scale and start:
-// rows ends[i - 1] .. ends[i] - 1 with layer i. all: the rows and the results, and what the layers have in common.
-EXPORT void serve_llm_linear_batch(const Product* all, const Product* layers, const int64_t* ends, int count, int variant,
-                                   int threads) {
+// rows bounds[i] .. bounds[i + 1] - 1 with layer i. all: the rows and the results, and what the layers have in common.
+EXPORT void serve_llm_linear_batch(const Product* all, const Product* layers, const int64_t* bounds, int count,
+                                   int variant, int threads) {
   const Multiply& loops = *VARIANTS[variant];
   const Input input = input_of(*all, loops, threads);
   std::vector<Piece> pieces;
-  int64_t row = 0;
+  int64_t row = bounds[0];
   for (int layer = 0; layer < count; layer++)
-    while (row < ends[layer]) {
+    while (row < bounds[layer + 1]) {
       Piece piece = {layers[layer], (const char*)input.x + row * input.row};
       Product& p = piece.product;
-      p.rows = ends[layer] - row < loops.most_rows ? (int)(ends[layer] - row) : loops.most_rows;
+      p.rows = bounds[layer + 1] - row < loops.most_rows ? (int)(bounds[layer + 1] - row) : loops.most_rows;
       if (all->x_scale != nullptr) p.x_scale = all->x_scale + row;
       p.y = (char*)all->y + row * all->y_row * (all->y_bf16 ? 2 : 4);
       p.y_bf16 = all->y_bf16;

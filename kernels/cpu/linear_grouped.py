@@ -66,8 +66,8 @@ class GroupQuantPacker:
         self.number = library.number
         check_sources(self.compiled, "groupedproduct", ctypes.sizeof(GroupedProduct))
         self.multiply = library.shared_function("grouped_linear", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-        self.compiled.serve_llm_grouped_linear_batch.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
-        self.compiled.serve_llm_grouped_linear_batch.restype = None
+        batch = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
+        self.multiply_batch = library.shared_function("grouped_linear_batch", *batch)
         self.columns: int = self.compiled.serve_llm_grouped_columns(self.number)
         self._pack_codes = self.compiled.serve_llm_pack_codes
         self._pack_codes.argtypes = (
@@ -118,7 +118,7 @@ class GroupQuantPacker:
 class CompiledGroupedLinear:
     def __init__(self, packer: GroupQuantPacker, weight: GroupQuantWeight, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
-        self.multiply_batch: Callable[..., None] = packer.compiled.serve_llm_grouped_linear_batch
+        self.multiply_batch: Callable[..., None] = packer.multiply_batch
         self._multiply = packer.multiply
         self.variant = packer.number
         self._outputs = outputs

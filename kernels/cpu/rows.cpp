@@ -6,6 +6,7 @@
 // or pieces of rows if each number is independent.
 
 #include <cmath>
+#include <vector>
 
 #include "cache.h"
 #include "cells.h"
@@ -265,6 +266,25 @@ void rope_and_cache(const Heads& h, int threads) {
   });
 }
 
+// ---- experts
+
+// rows: (tokens, top_k, width). Sums each token's rows by its weights, in order.
+template <class Cell>
+void weighted_sum(const Cell* rows, const float* weights, Cell* y, int64_t tokens, int top_k, int width, int threads) {
+  parallel(tokens, alone((int64_t)top_k * width), threads, [=](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; token++) {
+      const Cell* own = rows + token * top_k * width;
+      const float* factors = weights + token * top_k;
+      by_vectors(0, width, [=](int i, int count) {
+        Vec total = load_cells(own + i, count) * all(factors[0]);
+        for (int choice = 1; choice < top_k; choice++)
+          total = total + load_cells(own + (int64_t)choice * width + i, count) * all(factors[choice]);
+        store_cells(y + token * width + i, total, count);
+      });
+    }
+  });
+}
+
 // ---- 8-bit activations
 
 // NaN if there is one.
@@ -492,6 +512,28 @@ KERNEL(rope_and_cache)(int bf16, const void* qkv, int64_t qkv_token, const float
                    cache, cache_block, cache_part, cache_head, cache_token, slots,    int8,       tokens, heads,
                    kv_heads, head_dim, block_size};
   BY_TYPE(rope_and_cache<Cell>(h, threads))
+}
+
+KERNEL(weighted_sum)(int bf16, const void* rows, const float* weights, void* y, int64_t tokens, int top_k, int width,
+                     int threads) {
+  BY_TYPE(weighted_sum((const Cell*)rows, weights, (Cell*)y, tokens, top_k, width, threads))
+}
+
+// experts: of `pairs` pairs of a token and one of its experts. order: the pairs by expert, without changing the order of
+// an expert's pairs. tokens: those of `order`. bounds: where experts begin .. end - 1 begin in it, and where the last ends.
+KERNEL(sort_by_expert)(const int64_t* experts, int64_t pairs, int top_k, int begin, int end, int64_t* order,
+                       int64_t* tokens, int64_t* bounds) {
+  int64_t most = end;
+  for (int64_t i = 0; i < pairs; i++) most = experts[i] < most ? most : experts[i] + 1;
+  std::vector<int64_t> places(most + 1);
+  for (int64_t i = 0; i < pairs; i++) places[experts[i] + 1]++;
+  for (int64_t expert = 0; expert < most; expert++) places[expert + 1] += places[expert];
+  memcpy(bounds, &places[begin], (end - begin + 1) * sizeof *bounds);
+  for (int64_t i = 0; i < pairs; i++) {
+    const int64_t place = places[experts[i]]++;
+    order[place] = i;
+    tokens[place] = i / top_k;
+  }
 }
 
 KERNEL(quantise_rows)(int bf16, const void* x, int64_t stride, uint8_t* numbers, float* scales, int64_t rows, int width,

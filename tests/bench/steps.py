@@ -5,7 +5,8 @@ Run on a quiet machine: PYTHONPATH=tests python -m bench.steps [--quantization i
 A 0.5B-shaped model runs in this process, stepped as in the engine's loop, with messages over a real socket. Timers are
 put around the engine's parts from outside: around every kernel in the table with which the model is built, and around
 the calls in `CALLS`. Time in nested parts counts once, for the inner one; time that no timer covers is "other". Steps
-with and without timers take turns; the time of a step is that of steps without. Prints a table, then one JSON line.
+with and without timers take turns; the time of a step is that of steps without. Steps are not recorded, because the
+parts of a recorded step cannot be timed. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -183,7 +184,9 @@ class Bench:
         self.watch = Stopwatch()
         chosen = make_options(
             str(directory),
-            **{"enable_prefix_caching": False, "kv_cache_memory": "512MiB", "log_level": "warning"} | options,
+            **{"enable_prefix_caching": False, "kv_cache_memory": "512MiB", "log_level": "warning"}
+            | {"enforce_eager": True}
+            | options,
         )
         raw = read_config(directory)
         config, spec, weights = resolve_all(chosen, str(directory), raw)

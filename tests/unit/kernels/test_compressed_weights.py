@@ -102,5 +102,5 @@ def test_experts_are_alike_whatever_their_numbers(packer: Packer, monkeypatch: p
     together = _combine(experts)
     assert together is not None
     x = torch.randn(7, 96).bfloat16()
-    assert torch.equal(together(x, torch.tensor([3, 7])), torch.cat((experts[0](x[:3]), experts[1](x[3:]))))
+    assert torch.equal(together(x, torch.tensor([0, 3, 7])), torch.cat((experts[0](x[:3]), experts[1](x[3:]))))
     assert _combine([experts[0], pack_plain(packer, make_weight(64, 96), monkeypatch)]) is None
