@@ -2,6 +2,9 @@
 
 Computes token by token from a state, never in chunks, so that results depend neither on how a prompt is divided into
 steps nor on other sequences.
+
+Drafts are tokens that may be rejected. The state does not include them: the cache keeps their inputs, and the next call
+takes the state further by those that were accepted. An input is 64 times smaller than a state of Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -18,6 +21,18 @@ from serve_llm.kernels.attention import Lengths
 
 STATE_UNIT = 16  # a row of a head's state is padded to a multiple of this
 NORM_EPS = 1e-6  # added to the squared lengths of queries and keys
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """How many drafts each sequence has."""
+
+    accepted: Sequence[int]  # the first of those that the cache keeps, which belong to the sequence now
+    new: Sequence[int]  # the last tokens of the sequence in this call, after at least one other
+
+    @classmethod
+    def none(cls, num_sequences: int) -> DraftCounts:
+        return cls([0] * num_sequences, [0] * num_sequences)
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,12 @@ class DeltaRule:
         """The numbers in a row of a head's state."""
         return -(-self.value_dim // STATE_UNIT) * STATE_UNIT
 
+    @property
+    def state_size(self) -> int:
+        """The numbers of a sequence's state."""
+        kernel, channels = self.conv.shape
+        return (kernel - 1) * channels + self.heads * self.key_dim * self.row
+
     @cached_property
     def num_key_heads(self) -> int:
         return (self.conv.shape[1] - self.heads * self.value_dim) // (2 * self.key_dim)
@@ -48,9 +69,20 @@ class DeltaRule:
         """Return views of the states of all slots: the last inputs of the convolution, (slots, conv_kernel - 1,
         channels), and the heads' states, (slots, heads, key_dim, row). cache: (slots, numbers) float32."""
         kernel, channels = self.conv.shape
-        inputs, states = cache.split_with_sizes([(kernel - 1) * channels, self.heads * self.key_dim * self.row], dim=1)
+        inputs, states = cache[:, : self.state_size].split_with_sizes(
+            [(kernel - 1) * channels, self.heads * self.key_dim * self.row], dim=1
+        )
         count = len(cache)
         return inputs.view(count, kernel - 1, channels), states.view(count, self.heads, self.key_dim, self.row)
+
+    def split_drafts(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the drafts that all slots keep: qkv, (slots, drafts, channels), and gates, (slots, drafts,
+        2 * heads). They lie behind the state; the size of the cache says for how many there is room."""
+        sizes = [self.conv.shape[1], 2 * self.heads]
+        rows = cache[:, self.state_size :]
+        drafts = rows.view(len(cache), rows.shape[1] // sum(sizes), sum(sizes))
+        qkv, gates = drafts.split_with_sizes(sizes, dim=2)
+        return qkv, gates
 
 
 def gated_delta_rule(
@@ -62,6 +94,7 @@ def gated_delta_rule(
     query_starts: Sequence[int],
     context_lens: Sequence[int],
     *,
+    drafts: DraftCounts | None = None,
     on_device: Lengths | None = None,
 ) -> Tensor:
     """Compute the tokens of several sequences, one after the other, and take their states further.
@@ -78,13 +111,16 @@ def gated_delta_rule(
     sequence. query_starts: sequences + 1 offsets into tokens. context_lens: tokens of each sequence, these included; a
     sequence that begins here does not read its state. on_device: query_starts and context_lens on a GPU.
 
+    drafts: None if there are none. Accepted drafts are computed before the tokens. The state that is stored is the one
+    before the new drafts, whose qkv and gates replace those that the cache keeps.
+
     The results of the convolution, of silu and of sigmoid are rounded to the model's dtype, as in transformers;
     everything else is float32. Returns (tokens, heads, value_dim) in the model's dtype.
     """
-    beta, alpha = gates.split_with_sizes([layer.heads, layer.heads], 1)
-    beta = sigmoid(beta.float()).to(qkv.dtype).float()
-    decay = torch.exp(-layer.decay.exp() * softplus(alpha.float() + layer.decay_bias))
+    if drafts is None:
+        drafts = DraftCounts.none(len(slots))
     inputs, states = layer.split_cache(cache)
+    kept_qkv, kept_gates = layer.split_drafts(cache)
     output = torch.empty((len(qkv), layer.heads, layer.value_dim), dtype=qkv.dtype, device=qkv.device)
     for number, slot in enumerate(slots):
         first = query_starts[number]
@@ -92,16 +128,28 @@ def gated_delta_rule(
         if context_lens[number] == end - first:
             inputs[slot] = 0.0
             states[slot] = 0.0
-        window = torch.cat((inputs[slot], qkv[first:end].float()))
-        inputs[slot] = window[end - first :]
+        num_accepted = drafts.accepted[number]
+        own_qkv = torch.cat((kept_qkv[slot, :num_accepted], qkv[first:end].float()))
+        own_gates = torch.cat((kept_gates[slot, :num_accepted], gates[first:end].float()))
+        num_stored = len(own_qkv) - drafts.new[number]
+        kept_qkv[slot, : drafts.new[number]] = own_qkv[num_stored:]
+        kept_gates[slot, : drafts.new[number]] = own_gates[num_stored:]
+        window = torch.cat((inputs[slot], own_qkv))
+        inputs[slot] = window[num_stored : num_stored + len(inputs[slot])]
         query, key, value = _split_heads(_convolve(window, layer.conv), layer)
+        beta, alpha = own_gates.split_with_sizes([layer.heads, layer.heads], 1)
+        beta = sigmoid(beta).to(qkv.dtype).float()
+        decay = torch.exp(-layer.decay.exp() * softplus(alpha + layer.decay_bias))
         state = states[slot, :, :, : layer.value_dim]
-        for token in range(end - first):
-            state *= decay[first + token, :, None, None]
+        for token in range(len(own_qkv)):
+            if token == num_stored:
+                state = state.clone()
+            state *= decay[token, :, None, None]
             known = (state * key[token, :, :, None]).sum(1)
-            change = (value[token] - known) * beta[first + token, :, None]
+            change = (value[token] - known) * beta[token, :, None]
             state += key[token, :, :, None] * change[:, None]
-            output[first + token] = (state * query[token, :, :, None]).sum(1)
+            if token >= num_accepted:
+                output[first + token - num_accepted] = (state * query[token, :, :, None]).sum(1)
     return output
 
 

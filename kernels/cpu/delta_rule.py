@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 
 import torch
 from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.cpu.library import Library
-from serve_llm.kernels.delta_rule import DeltaRule
+from serve_llm.kernels.delta_rule import DeltaRule, DraftCounts
 
 
 class Layer(ctypes.Structure):
@@ -31,6 +33,9 @@ class Layer(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
         ("contexts", ctypes.c_void_p),
+        ("accepted", ctypes.c_void_p),
+        ("drafts", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
         ("mixed", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
@@ -58,16 +63,21 @@ class DeltaRuleKernel:
         query_starts: Sequence[int],
         context_lens: Sequence[int],
         *,
+        drafts: DraftCounts | None = None,
         on_device: Lengths | None = None,
     ) -> Tensor:
+        drafts = drafts or DraftCounts.none(len(slots))
         tokens = len(qkv)
         heads = layer.heads
         kernel, channels = layer.conv.shape
         own_slots = array("q", slots)
         starts = array("i", query_starts)
         contexts = array("i", context_lens)
-        mixed = torch.empty((tokens, 2 * layer.num_key_heads * layer.key_dim + heads * layer.row))
-        factors = torch.empty((tokens, 2 * heads))
+        accepted = array("i", drafts.accepted)
+        new_drafts = array("i", drafts.new)
+        rows = array("i", map(add, starts, accumulate(accepted, initial=0)))
+        mixed = torch.empty((rows[-1], 2 * layer.num_key_heads * layer.key_dim + heads * layer.row))
+        factors = torch.empty((rows[-1], 2 * heads))
         output = torch.empty((tokens, heads, layer.value_dim), dtype=qkv.dtype)
         call = Layer(
             qkv=qkv.data_ptr(),
@@ -83,6 +93,9 @@ class DeltaRuleKernel:
             slots=own_slots.buffer_info()[0],
             starts=starts.buffer_info()[0],
             contexts=contexts.buffer_info()[0],
+            accepted=accepted.buffer_info()[0],
+            drafts=new_drafts.buffer_info()[0],
+            rows=rows.buffer_info()[0],
             mixed=mixed.data_ptr(),
             factors=factors.data_ptr(),
             output=output.data_ptr(),

@@ -18,7 +18,7 @@ from parts import common
 from parts.attention import TOLERANCE, difference
 from serve_llm.kernels import activation, delta_rule, linear_fp8, moe, norm, registry, rope
 from serve_llm.kernels import torch_sampling as definition
-from serve_llm.kernels.delta_rule import DeltaRule
+from serve_llm.kernels.delta_rule import DeltaRule, DraftCounts
 from serve_llm.kernels.lora import ExpansionWeight, OutputScale
 from serve_llm.kernels.registry import Kernels
 from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSamplingKernels, LogitAdjustments
@@ -114,7 +114,8 @@ def delta_rules(kernels: Kernels, random: Numbers, sizes: tuple[int, int, int, i
         key_dim=key_dim,
         value_dim=value_dim,
     )
-    ours = random(3, 3 * channels + heads * key_dim * layer.row, dtype=torch.float32) * 0.1
+    kept = 2  # drafts for which there is room
+    ours = random(3, layer.state_size + kept * (channels + 2 * heads), dtype=torch.float32) * 0.1
     theirs = ours.clone()
     qkv, gates = random(tokens + 1, channels), random(tokens + 1, 2 * heads)
     lengths = ([0, tokens, tokens + 1], [tokens, 9])
@@ -123,6 +124,14 @@ def delta_rules(kernels: Kernels, random: Numbers, sizes: tuple[int, int, int, i
     yield "gated_delta_rule", difference(found, wanted), 3e-2
     states = [layer.split_cache(cache)[1][[0, 2], ..., :value_dim] for cache in (ours, theirs)]
     yield "gated_delta_rule, states", difference(*states), 3e-2
+    drafts = DraftCounts([1, 0], [2, 0])
+    lengths = ([0, tokens, tokens + 1], [tokens + 9, 10])
+    found = kernels.gated_delta_rule(qkv, gates, layer, ours, [2, 0], *lengths, drafts=drafts)
+    wanted = delta_rule.gated_delta_rule(qkv, gates, layer, theirs, [2, 0], *lengths, drafts=drafts)
+    states = [layer.split_cache(cache)[1][[0, 2], ..., :value_dim] for cache in (ours, theirs)]
+    kept_inputs = [layer.split_drafts(cache)[0] for cache in (ours, theirs)]
+    worst = max(difference(found, wanted), difference(*states), difference(*kept_inputs))
+    yield "gated_delta_rule, drafts", worst, 3e-2
 
 
 def products(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int], ...]) -> Found:

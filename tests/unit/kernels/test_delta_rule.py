@@ -15,7 +15,7 @@ from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.delta_rule import DeltaRuleKernel
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.delta_rule import DeltaRule
-from support.delta_rule import make_layer
+from support.delta_rule import check_drafts, make_cache, make_inputs, make_layer
 
 COMPILED = library.find()
 VARIANTS = [] if COMPILED is None else list(Library(COMPILED).variants)
@@ -40,24 +40,11 @@ def run(request: pytest.FixtureRequest) -> Run:
     return DeltaRuleKernel(Library(COMPILED, request.param)).gated_delta_rule
 
 
-def make_inputs(layer: DeltaRule, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return rows of a wider tensor, as a joint projection does."""
-    generator = torch.Generator().manual_seed(5)
-    channels = layer.conv.shape[1]
-    qkv = torch.randn(tokens, channels + 7, generator=generator).to(dtype)[:, :channels]
-    return qkv, torch.randn(tokens, 2 * layer.heads, generator=generator).to(dtype) * 3
-
-
-def make_cache(layer: DeltaRule) -> Tensor:
-    kernel, channels = layer.conv.shape
-    return torch.full((NUM_SLOTS, (kernel - 1) * channels + layer.heads * layer.key_dim * layer.row), torch.nan)
-
-
 def run_twice(run: Run, layer: DeltaRule, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Run new sequences, then some that continue next to one that takes over a slot."""
     starts = [0, *accumulate(LENGTHS)]
     qkv, gates = make_inputs(layer, starts[-1], dtype)
-    cache = make_cache(layer)
+    cache = make_cache(layer, NUM_SLOTS)
     first = run(qkv, gates, layer, cache, SLOTS, starts, LENGTHS)
     slots = [2, 4, 1]
     second = run(qkv[3:9], gates[3:9], layer, cache, slots, [0, 1, 4, 6], [LENGTHS[3] + 1, 3, LENGTHS[1] + 2])
@@ -74,7 +61,7 @@ def test_against_the_oracle(run: Run, sizes: tuple[int, int, int, int], dtype: t
     for left, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(cache, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-    assert cache[[3, 5]].isnan().all()  # unused slots
+    assert cache[[3, 5], 0].isnan().all()  # unused slots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,13 +70,13 @@ def test_same_bits_in_any_chunks_and_any_batch(run: Run, sizes: tuple[int, int, 
     layer = make_layer(sizes, dtype)
     starts = [0, *accumulate(LENGTHS)]
     qkv, gates = make_inputs(layer, starts[-1], dtype)
-    whole = make_cache(layer)
+    whole = make_cache(layer, NUM_SLOTS)
     together = run(qkv, gates, layer, whole, SLOTS, starts, LENGTHS)
     threads = torch.get_num_threads()
     try:
         for chunk, used in ((1, 1), (2, 3), (5, 2), (40, 1)):
             torch.set_num_threads(used)
-            cache = make_cache(layer)
+            cache = make_cache(layer, NUM_SLOTS)
             for slot, (first, end) in zip(SLOTS, pairwise(starts), strict=True):
                 for begin in range(first, end, chunk):
                     stop = min(begin + chunk, end)
@@ -106,3 +93,9 @@ def test_same_bits_in_any_chunks_and_any_batch(run: Run, sizes: tuple[int, int, 
             assert torch.equal(cache[SLOTS], whole[SLOTS])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_drafts_leave_no_trace(run: Run, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    check_drafts(run, make_layer(sizes, dtype), dtype)

@@ -6,11 +6,9 @@ from itertools import accumulate
 
 import pytest
 import torch
-from torch import Tensor
 
 from reference import delta_rule as oracle
-from serve_llm.kernels.delta_rule import DeltaRule
-from support.delta_rule import make_layer
+from support.delta_rule import check_drafts, make_cache, make_inputs, make_layer
 from support.matrix import mostly_slow
 from support.triton import NO_TRITON, compile_for, record
 
@@ -21,29 +19,20 @@ LENGTHS = [1, 2, 19]
 SLOTS = [3, 0, 1]
 
 
-def make_inputs(layer: DeltaRule, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    kernel, channels = layer.conv.shape
-    qkv = torch.randn(tokens, channels + 7, generator=generator).to(dtype)[:, :channels]
-    gates = torch.randn(tokens, 2 * layer.heads, generator=generator).to(dtype)
-    cache = torch.full((4, (kernel - 1) * channels + layer.heads * layer.key_dim * layer.row), torch.nan)
-    layer.split_cache(cache)[1][..., layer.value_dim :] = 0.0  # what no kernel needs to read or write
-    return qkv, gates, cache
-
-
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize("sizes", [(2, 2, 10, 11), (1, 1, 16, 40)])
 def test_against_the_oracle_in_any_chunks(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     layer = make_layer(sizes, dtype)
     starts = [0, *accumulate(LENGTHS)]
-    qkv, gates, expected_cache = make_inputs(layer, starts[-1], dtype)
+    qkv, gates = make_inputs(layer, starts[-1], dtype)
+    expected_cache = make_cache(layer, 4)
     expected = oracle.gated_delta_rule(qkv, gates, layer, expected_cache, SLOTS, starts, LENGTHS)
-    cache = make_inputs(layer, 1, dtype)[2]
+    cache = make_cache(layer, 4)
     found = ours.gated_delta_rule(qkv, gates, layer, cache, SLOTS, starts, LENGTHS)
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(cache, expected_cache, rtol=tolerance, atol=tolerance, equal_nan=True)
-    again = make_inputs(layer, 1, dtype)[2]
+    again = make_cache(layer, 4)
     first = starts[2]
     for begin, stop in ((0, 2), (2, 3), (3, 19)):
         part = slice(first + begin, first + stop)
@@ -52,10 +41,17 @@ def test_against_the_oracle_in_any_chunks(sizes: tuple[int, int, int, int], dtyp
     assert torch.equal(again[1], cache[1])
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 10, 11), (1, 1, 16, 40)])
+def test_drafts_leave_no_trace(sizes: tuple[int, int, int, int]) -> None:
+    check_drafts(ours.gated_delta_rule, make_layer(sizes, torch.bfloat16), torch.bfloat16, num_steps=5)
+
+
 @pytest.mark.slow
-def test_the_sizes_of_qwen3_next_compile_without_spills() -> None:
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_the_sizes_of_qwen3_next_compile_without_spills(num_drafts: int) -> None:
     layer = make_layer((16, 2, 128, 128), torch.bfloat16)
-    qkv, gates, cache = make_inputs(layer, 8, torch.bfloat16)
+    qkv, gates = make_inputs(layer, 8, torch.bfloat16)
+    cache = make_cache(layer, 2, num_drafts)
 
     def call() -> None:
         ours.gated_delta_rule(qkv, gates, layer, cache, [0, 1], [0, 7, 8], [7, 30])
