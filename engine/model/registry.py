@@ -208,8 +208,11 @@ FAMILIES: dict[str, Read] = {
 }
 
 
-def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tuple[ModelSpec, WeightMap]:
-    """Read config.json. allowed: unknown keys to ignore, as --allow-unknown-config names them.
+def read_model(
+    config: Mapping[str, object], allowed: Iterable[str] = (), adapt: Callable[[WeightMap], WeightMap] = lambda map: map
+) -> tuple[ModelSpec, WeightMap]:
+    """Read config.json. allowed: unknown keys to ignore, as --allow-unknown-config names them. adapt: changes the names
+    of tensors before it is decided which of them are quantised.
 
     Raises UnsupportedModel for an architecture that is not in FAMILIES, ModelError for anything else in the file that
     is not supported, OptionError for an allowed key that is not in the file.
@@ -225,6 +228,7 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     whole = ConfigReader(config, allowed=allowed)
     quantized = whole.inner("quantization_config")
     spec, weights = FAMILIES[architecture](whole)
+    weights = adapt(weights)
     if quantized is None:
         return spec, weights
     weights = replace(weights, ignored=(*weights.ignored, *ATTENTION_SCALES))

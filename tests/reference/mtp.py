@@ -59,7 +59,9 @@ class MTPLayer:
     def _run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         count = hidden.shape[1]
         positions = torch.arange(count)[None]
-        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        mask = None  # linear attention is causal anyway
+        if not hasattr(layer, "linear_attn"):
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
         result = layer(
             hidden,
             attention_mask=mask,

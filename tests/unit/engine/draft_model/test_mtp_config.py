@@ -15,6 +15,7 @@ from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine.draft_model.resolve import DraftModelConfig, count_cache_bytes, resolve_draft_model
 from serve_llm.engine.model.mtp_spec import read_mtp
+from serve_llm.engine.model.registry import read_model
 from support.drafts import find_draft_model
 from support.engine import make_engine
 from support.mtp import NUM_LAYERS, make_mtp_checkpoint
@@ -59,6 +60,37 @@ def test_models_without_one(family: str, changed: dict[str, object], message: st
         resolve_mtp(tmp_path)
 
 
+def test_that_of_a_model_with_linear_attention() -> None:
+    raw = config_of("qwen3_next")
+    mtp = read_mtp(raw)
+    assert (mtp.layer, mtp.draft.has_states, mtp.model.has_states) == (3, False, True)
+    assert mtp.model.layers[3] == mtp.model.layers[1] and mtp.model.layers[:3] == read_model(raw)[0].layers
+    sources = mtp.weights.expand(4)
+    assert sources["mtp.layers.0.self_attn.q_proj.weight"].parameters[0] == "layers.3.attention.q.weight"
+    assert sources["mtp.fc.weight"].parameters == ("mtp.projection.weight",)
+    assert not [name for name in sources if name.startswith("model.layers.3.")]
+
+
+def test_that_of_a_multimodal_model() -> None:
+    text = config_of("qwen3_5_moe_text")
+    nested = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    assert read_mtp(nested).draft.layers == read_mtp(text).draft.layers
+    stack = next(rule for rule in read_mtp(nested).weights.stacks if rule.source.startswith("mtp."))
+    assert stack.source == "mtp.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers is 0: the checkpoint has no MTP layer"),
+        ({"mtp_use_dedicated_embeddings": True}, "an MTP layer with an embedding of its own is not supported"),
+    ],
+)
+def test_models_with_linear_attention_without_one(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_mtp({**config_of("qwen3_5_text"), **changed})
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [({"model_impl": "transformers"}, "transformers' own code does not give out hidden states; omit --model-impl")],
@@ -72,7 +104,11 @@ def test_options_that_do_not_fit(given: dict[str, object], message: str, served:
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed in another layout here"
 )
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
-def test_memory_is_what_plan_says(quantization: str, served: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_memory_is_what_plan_says(family: str, quantization: str, served: Path, tmp_path: Path) -> None:
+    if family == "qwen3_next":
+        served = tmp_path
+        make_mtp_checkpoint(served, family)
     given: dict[str, object] = {**MTP, "quantization": quantization, "dtype": "bfloat16"}
     options = make_options(str(served), **given)
     raw = read_config(served)
