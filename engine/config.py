@@ -119,6 +119,11 @@ class Config:
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts of a sequence in a step."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
     def redundant_experts(self) -> int:
         """Slots of each layer for further copies of experts, over all engines."""
         return 0 if self.eplb is None else self.eplb.num_redundant_experts
@@ -319,11 +324,6 @@ def _speculation(
     if options.speculative_config is None:
         is_default = generates and explain_default_off(options, device, has_states, executor_backend) is None
         return DEFAULT_SPECULATION if is_default else None
-    if options.speculation is not None and has_states:
-        raise OptionError(
-            "--speculative-config: this model has linear attention, whose states cannot be taken back when drafts are "
-            "rejected; omit it"
-        )
     if options.speculation is not None and not generates:
         raise OptionError("--speculative-config: this model returns vectors and generates no text; omit it")
     return options.speculation

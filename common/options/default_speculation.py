@@ -21,9 +21,8 @@ def explain_default_off(
 ) -> str | None:
     """Return why the default verifies no drafts, or None if it does. has_states: the model has linear attention."""
     is_placed_by_ray = executor_backend == "ray" and options.tensor_parallel_size > 1
-    if has_states:
-        return "the states of linear attention cannot be taken back when drafts are rejected"
     reasons = {
+        "its gain with linear attention has not been measured": has_states,
         "its gain on GPUs has not been measured": device != "cpu",
         "its gain over pipeline stages has not been measured": options.pipeline_parallel_size > 1,
         "its gain over several hosts has not been measured": options.nnodes > 1,

@@ -20,7 +20,9 @@ DRAFT_MODEL = "draft_model"
 EAGLE3 = "eagle3"
 MTP = "mtp"
 # vLLM's older names
-OTHER_NAMES = {"[ngram]": PROMPT_LOOKUP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP}
+OTHER_NAMES = {"[ngram]": PROMPT_LOOKUP} | dict.fromkeys(
+    ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), MTP
+)
 # Method -> its keys.
 KEYS = {
     PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"),
@@ -28,16 +30,15 @@ KEYS = {
     EAGLE3: ("num_speculative_tokens", "model", "revision", "draft_tensor_parallel_size", "disable_by_batch_size"),
     MTP: ("num_speculative_tokens", "model", "draft_tensor_parallel_size", "disable_by_batch_size"),
 }
-_OTHER_LAYERS = "the MTP layers of DeepSeek-V3 and GLM-4.5 are read, with 'mtp'; those of other models are not"
-_STATES = "linear attention keeps a state from which rejected drafts cannot be removed"
+_OTHER_LAYERS = (
+    "the MTP layers of DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 are read, with 'mtp'; those of other models are not"
+)
 # Other methods of vLLM -> why they are not supported.
 OTHER_METHODS = {
     "eagle": "heads of EAGLE 1 and 2 are not read; those of EAGLE-3 are, with 'eagle3'",
     "medusa": "Medusa heads are not read; EAGLE-3 heads are, with 'eagle3'",
     "mlp_speculator": "MLP speculators are not read; EAGLE-3 heads are, with 'eagle3'",
     "suffix": "'ngram' looks for the latest ids in the prompt, the output and recent outputs",
-    "qwen3_next_mtp": _STATES,
-    "qwen3_5_mtp": _STATES,
     "mimo_mtp": _OTHER_LAYERS,
     "ernie_mtp": _OTHER_LAYERS,
     "longcat_flash_mtp": _OTHER_LAYERS,

@@ -45,6 +45,7 @@ class GatedDeltaNet:
             step.state_slots,
             step.query_starts,
             step.context_lens,
+            drafts=step.state_drafts,
             on_device=step.lengths,
         )
         normed = self.kernels.rms_norm(mixed, self.norm, self.norm_eps).flatten(1).float()

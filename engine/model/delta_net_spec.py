@@ -13,7 +13,8 @@ class GatedDeltaNetSpec:
     """A causal convolution over queries, keys and values, then the gated delta rule, then a gated norm.
 
     Its heads are value heads; each key head, with its queries, serves several of them, as a KV head serves query heads.
-    The state of a sequence is the last inputs of the convolution and one float32 matrix per head.
+    The state of a sequence is the last inputs of the convolution and one float32 matrix per head. It includes no
+    drafts: their inputs are kept next to it until they are accepted or rejected.
     """
 
     num_heads: int
@@ -37,7 +38,8 @@ class GatedDeltaNetSpec:
         """Numbers that the convolution reads for each token, given the number of heads."""
         return 2 * key_heads * self.key_dim + heads * self.value_dim
 
-    def count_state(self, heads: int, key_heads: int) -> int:
-        """Float32 numbers in a sequence's state, given the number of heads."""
+    def count_state(self, heads: int, key_heads: int, num_drafts: int = 0) -> int:
+        """Float32 numbers in a sequence's state and in the inputs of `num_drafts` drafts, given the number of heads."""
         row = -(-self.value_dim // STATE_UNIT) * STATE_UNIT
-        return (self.conv_kernel - 1) * self.count_channels(heads, key_heads) + heads * self.key_dim * row
+        channels = self.count_channels(heads, key_heads)
+        return (self.conv_kernel - 1) * channels + heads * self.key_dim * row + num_drafts * (channels + 2 * heads)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
+from serve_llm.kernels.delta_rule import DraftCounts
 from serve_llm.kernels.rope import Angles
 
 # Added to the positions of a sequence that is longer than `ModelSpec.long_rope_threshold`.
@@ -50,6 +51,7 @@ class StepInputs:
     lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there
     token_types: Tensor | None = None  # (tokens,) int64, for models that have them
     state_slots: list[int] | None = None  # slot of each sequence's states, in models with states
+    state_drafts: DraftCounts | None = None  # in models with states: None if there are none
     adapter_slots: Tensor | None = None  # (tokens,) int64, in captured steps with adapters: -1 for a token without one
 
 

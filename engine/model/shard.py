@@ -116,14 +116,14 @@ class Shard:
         """`vocabulary` of every rank of the tensor-parallel group."""
         return split_range(vocab_size, self.layout.tp_size, self.weights, UNIT)
 
-    def count_state_bytes(self, spec: ModelSpec) -> int:
-        """Bytes of a sequence's states in this rank's layers."""
-        return sum(4 * self.count_state(mixer) for mixer in self.list_delta_nets(spec).values())
+    def count_state_bytes(self, spec: ModelSpec, num_drafts: int = 0) -> int:
+        """Bytes of a sequence's states in this rank's layers, with the inputs of `num_drafts` drafts."""
+        return sum(4 * self.count_state(mixer, num_drafts) for mixer in self.list_delta_nets(spec).values())
 
-    def count_state(self, mixer: GatedDeltaNetSpec) -> int:
-        """Float32 numbers of a sequence's state in a layer."""
+    def count_state(self, mixer: GatedDeltaNetSpec, num_drafts: int = 0) -> int:
+        """Float32 numbers of a sequence's state in a layer, with the inputs of `num_drafts` drafts."""
         share = self.attention(mixer)
-        return mixer.count_state(len(share.heads), len(share.kv_heads))
+        return mixer.count_state(len(share.heads), len(share.kv_heads), num_drafts)
 
     def list_delta_nets(self, spec: ModelSpec) -> dict[int, GatedDeltaNetSpec]:
         """This rank's layers that have states."""

@@ -58,12 +58,6 @@ class HostInputs:
     all_known: bool  # no id is LAST_SAMPLED
     adapter_slots: Ints | None = None  # (tokens,), -1 for a token without an adapter; None: no token has one
 
-    @property
-    def state_slots(self) -> list[int]:
-        """Where each request's states are: at its index."""
-        slots: list[int] = self.req_indices[self.query_starts[:-1]].tolist()
-        return slots
-
     def split(self) -> HostInputs:
         """Split into one sequence per token, which ends there, so that every sequence has a single new token."""
         counts = np.diff(self.query_starts)

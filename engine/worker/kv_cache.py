@@ -78,7 +78,7 @@ class KVCacheConfig:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """The states of sequences, besides their KV."""
+    """The states of sequences, besides their KV, with the inputs of the drafts that a step may have."""
 
     of_model: int  # bytes of a sequence's states in all layers
     of_rank: int  # bytes of those in the rank's layers
@@ -90,7 +90,8 @@ def find_state_sizes(spec: ModelSpec, shard: Shard, config: Config) -> StateSize
     if not spec.has_states:
         return None
     whole = Shard(ParallelLayout(), 0, range(len(spec.layers)))
-    return StateSizes(whole.count_state_bytes(spec), shard.count_state_bytes(spec), config.max_num_seqs)
+    of_model, of_rank = (one.count_state_bytes(spec, config.num_drafts) for one in (whole, shard))
+    return StateSizes(of_model, of_rank, config.max_num_seqs)
 
 
 class HostMemory(msgspec.Struct, frozen=True):

@@ -36,6 +36,7 @@ from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors, finish_after
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_tokens, apply_masks, find_sampled_rows
+from serve_llm.engine.worker.state_progress import StateProgress
 
 MAX_SPLIT_TOKENS = 32  # maximum tokens of a sequence in a decode step; more are cheaper as a prompt
 
@@ -67,7 +68,7 @@ class ModelRunner:
         self._config = config
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
-        self._has_states = kv_cache_config.max_states > 0
+        self._states = StateProgress(config.max_num_seqs) if kv_cache_config.max_states else None
         self._needs_device_lengths = device.type != "cpu" or decoder.capturable
         self._input_batch = InputBatch(kv_cache_config.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
@@ -168,8 +169,8 @@ class ModelRunner:
     def _build_inputs(self, scheduled: Sequence[ScheduledTokens], arrays: HostInputs) -> StepInputs:
         """Copy the inputs of an eager step to the device."""
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
-        if self._has_states:
-            inputs = replace(inputs, state_slots=arrays.state_slots)
+        if self._states is not None:
+            inputs = self._states.begin_step(inputs, scheduled)
         token_types = self._input_batch.find_token_types(scheduled)
         if token_types is not None:
             inputs = replace(inputs, token_types=self._copier.to_device(token_types))
@@ -214,8 +215,7 @@ class ModelRunner:
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         if self._decoder.capturable:  # the lists are upper bounds, with which attention takes the most memory
             inputs = replace(inputs, context_lens=[self._config.max_model_len] * len(inputs.context_lens))
-        if self._has_states:  # all in the first slot, as all are in block 0
-            inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))
+        inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))  # states, if any: as all are in block 0
         if not self._shard.is_last:
             self._decoder.forward(inputs, self.caches)
             return

@@ -171,7 +171,9 @@ class Worker:
         self._kv_groups = self._shard.kv_groups(spec)
         self._states = kv_cache.find_state_sizes(spec, self._shard, config)
         mixers = self._shard.list_delta_nets(spec)
-        self._state_counts = {layer: self._shard.count_state(mixer) for layer, mixer in mixers.items()}
+        self._state_counts = {
+            layer: self._shard.count_state(mixer, config.num_drafts) for layer, mixer in mixers.items()
+        }
         kernels = self._choose_kernels(spec)
         self._record = kernels.record
         lora = None

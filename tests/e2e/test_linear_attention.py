@@ -31,12 +31,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_streams_survive_their_engine(directory: Path) -> None:
+@pytest.mark.parametrize("drafts", [(), ("--speculative-config", "ngram")], ids=["plain", "drafts"])
+def test_streams_survive_their_engine(drafts: tuple[str, ...], directory: Path) -> None:
     bodies = mixed(12)
     with Daemon(str(directory), *SMALL) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), bodies).finish()
         daemon.wait_until_logged("Prefix caching is off: linear attention")
-    with Daemon(str(directory), *SMALL, "--data-parallel-size", "2") as daemon:
+    with Daemon(str(directory), *SMALL, "--data-parallel-size", "2", *drafts) as daemon:
         daemon.wait_until_serving()
         streams = Streams(daemon.url, bodies)
         streams.wait_for(120)

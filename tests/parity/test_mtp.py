@@ -27,10 +27,11 @@ from support.packed_floats import pack_checkpoint
 from support.pooled import compute_vectors, pooling_request
 from support.quantised import is_linear
 from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
+from support.tiny import HYBRIDS
 
 OFF: dict[str, object] = {"speculative_config": "none", "block_size": 8}
 ON: dict[str, object] = OFF | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-FAMILIES = ["deepseek_v3", "glm4_moe"]
+FAMILIES = ["deepseek_v3", "glm4_moe", *HYBRIDS]
 
 
 class Case:
@@ -46,7 +47,7 @@ class Case:
         write_mtp_checkpoint(layer, directory)
 
 
-@pytest.fixture(scope="module", params=mostly_slow(FAMILIES, ["deepseek_v3"]))
+@pytest.fixture(scope="module", params=mostly_slow(FAMILIES, ["deepseek_v3", "qwen3_next"]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -65,7 +66,7 @@ HOWS_TO_GUESS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("how", mostly_slow(HOWS_TO_GUESS, ["alone", "two ranks"]))
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["deepseek_v3"]))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["deepseek_v3", "qwen3_next"]))
 def test_its_guesses_are_those_of_a_plain_implementation(
     family: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

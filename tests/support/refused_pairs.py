@@ -24,12 +24,6 @@ REFUSALS: list[tuple[str, str, str]] = [
 # The pair, an option for a model with linear attention, and the error. `OPTIONS` has the values.
 REFUSED_OPTIONS: list[tuple[str, str, str]] = [
     (
-        "speculation + linear attention",
-        "speculative_config",
-        "--speculative-config: this model has linear attention, whose states cannot be taken back when drafts are "
-        "rejected; omit it",
-    ),
-    (
         "prefix cache + linear attention",
         "enable_prefix_caching",
         "--prefix-caching: this model has linear attention, whose states are not kept for prefixes; omit it",
@@ -40,25 +34,10 @@ REFUSED_OPTIONS: list[tuple[str, str, str]] = [
         "--kv-offload-memory needs prefix caching, but this model has linear attention, whose states are not kept for "
         "prefixes; omit it",
     ),
-    (
-        "draft model + linear attention",
-        "speculative_config with draft_model",
-        "--speculative-config: this model has linear attention, whose states cannot be taken back when drafts are "
-        "rejected; omit it",
-    ),
-    (
-        "draft head + linear attention",
-        "speculative_config with eagle3",
-        "--speculative-config: this model has linear attention, whose states cannot be taken back when drafts are "
-        "rejected; omit it",
-    ),
 ]
 OPTIONS: dict[str, object] = {
-    "speculative_config": "ngram",
     "enable_prefix_caching": True,
     "kv_offload_memory": "1MiB",
-    "speculative_config with draft_model": {"method": "draft_model", "model": "d"},
-    "speculative_config with eagle3": {"method": "eagle3", "model": "d"},
 }
 FIELDS: dict[str, object] = {
     "structured_outputs": {"regex": "a"},

@@ -76,7 +76,8 @@ def test_prompt_lookup_has_several_names(value: str) -> None:
 
 
 def test_an_mtp_layer_is_that_of_the_served_model() -> None:
-    for given in ({"method": "mtp"}, {"method": "mtp", "model": "org/m"}, {"method": "deepseek_mtp", "model": "org/m"}):
+    names = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+    for given in ({"method": "mtp"}, *({"method": name, "model": "org/m"} for name in ("mtp", *names))):
         options = make_options("org/m", speculative_config=given)
         assert options.speculation == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
     with pytest.raises(OptionError, match="MTP layer is in the checkpoint of org/m, not in org/other; omit 'model'"):
@@ -129,8 +130,7 @@ def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
         ('{"method": "medusa", "model": "org/heads"}', ["method 'medusa' is not supported", "'eagle3'"]),
         ('{"model": "d", "revision": ""}', ["revision must be a branch, tag or commit, not ''"]),
         ('{"method": "mtp", "revision": "v2"}', ["'revision' is not supported"]),
-        ("qwen3_next_mtp", ["method 'qwen3_next_mtp' is not supported", "linear attention keeps a state"]),
-        ("mimo_mtp", ["method 'mimo_mtp' is not supported", "DeepSeek-V3 and GLM-4.5"]),
+        ("mimo_mtp", ["method 'mimo_mtp' is not supported", "DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5"]),
         ("suffix", ["method 'suffix' is not supported", "'ngram'"]),
         ('{"method": "ngram", "num_speculative_tokens": 20}', ["num_speculative_tokens", "from 1 to 16, not 20"]),
         ("[]", ["a JSON object"]),

@@ -8,16 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from serve_llm.common.options.speculative import SpeculativeConfig
 from serve_llm.engine.config import KVCacheFormat
 from serve_llm.engine.model import delta_net_spec
 from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
+from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.scheduler.output import ScheduledTokens
 from serve_llm.engine.worker import kv_cache
 from serve_llm.engine.worker.kv_cache import KVCacheConfig, find_state_sizes
 from serve_llm.engine.worker.memory import allocate_cache
+from serve_llm.engine.worker.state_progress import StateProgress
 from serve_llm.kernels import delta_rule
+from serve_llm.kernels.delta_rule import DraftCounts
 from support.config import CONFIG
 
 MIXER = GatedDeltaNetSpec(num_heads=6, num_kv_heads=3, key_dim=10, value_dim=11, conv_kernel=4, norm_eps=1e-6)
@@ -48,6 +53,40 @@ def test_a_state_is_the_last_inputs_and_a_matrix_per_head() -> None:
     assert MIXER.count_state(6, 3) == 3 * channels + 6 * 10 * 16
     assert delta_net_spec.STATE_UNIT == delta_rule.STATE_UNIT
     assert build_shard(SPEC, ParallelLayout(), 0).count_state_bytes(SPEC) == 2 * 4 * MIXER.count_state(6, 3)
+
+
+def test_a_sequence_has_room_for_its_drafts() -> None:
+    channels = 2 * 3 * 10 + 6 * 11
+    assert MIXER.count_state(6, 3, 4) == MIXER.count_state(6, 3) + 4 * (channels + 2 * 6)
+    shard = build_shard(SPEC, ParallelLayout(), 0)
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    sizes = find_state_sizes(SPEC, shard, replace(CONFIG, speculation=speculation))
+    assert sizes is not None
+    assert sizes.of_rank == sizes.of_model == shard.count_state_bytes(SPEC, 4) > shard.count_state_bytes(SPEC)
+
+
+def chunk(start: int, count: int, num_drafts: int = 0) -> ScheduledTokens:
+    return ScheduledTokens(1, start, count, (), True, [], draft_ids=(7,) * num_drafts)
+
+
+def test_where_a_step_starts_tells_how_many_drafts_were_accepted() -> None:
+    states = StateProgress(3)
+    inputs = StepInputs(torch.empty(0), torch.empty(0), [], [], ())
+
+    def begin(*chunks: ScheduledTokens) -> DraftCounts | None:
+        step = states.begin_step(inputs, chunks)
+        assert step.state_slots == [one.req_index for one in chunks]
+        return step.state_drafts
+
+    assert begin(chunk(0, 5)) is None
+    assert begin(chunk(5, 4, 3)) == DraftCounts([0], [3])  # 1 token, 3 drafts
+    assert begin(chunk(8, 3, 2)) == DraftCounts([2], [2])
+    assert begin(chunk(9, 1)) is None
+    assert begin(chunk(10, 3, 2)) == DraftCounts([0], [2])
+    assert begin(chunk(0, 20)) is None  # the index has another sequence
+    assert begin(chunk(20, 3, 2)) == DraftCounts([0], [2])
+    with pytest.raises(AssertionError, match="a step must start after"):
+        begin(chunk(24, 1))
 
 
 def test_states_take_at_most_about_as_much_memory_as_blocks() -> None:
