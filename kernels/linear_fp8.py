@@ -1,4 +1,5 @@
-"""Linear layers in fp8 (W8A8, float8_e4m3fn): weights have a scale per output, activations a dynamic scale per row.
+"""Linear layers in fp8 (W8A8, float8_e4m3fn): weights have a scale per output, activations a scale per row, which is
+dynamic, or static and the same for all rows.
 
 The product is torch's `scaled_mm` with one scale per row of either operand. Not every GPU and build of torch has it, so
 `is_supported` tries it. It needs sizes in multiples of 16; weights are padded once, and rows when they are quantised.
@@ -8,9 +9,9 @@ channel and token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,29 +24,44 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0  # largest e4m3 number
 SMALLEST_ROW = 1e-30  # a row whose largest magnitude is less becomes zeros; keeps its reciprocal finite
 MULTIPLE = 16  # the product's sizes must be divisible by this
-Quantise = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
-def quantise_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+class Quantise(Protocol):
+    """A version of `quantise_rows`."""
+
+    def __call__(self, x: Tensor, width: int, input_scale: Tensor | None = None, /) -> tuple[Tensor, Tensor]: ...
+
+
+def quantise_rows(x: Tensor, width: int, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x: (rows, inputs), any float dtype -> float8_e4m3fn numbers (rows, width), zeros after the inputs, and scales
     (rows, 1) float32: largest magnitude / 448. Rounded to nearest, halves to even.
 
-    In a row that holds NaN or infinity there is NaN among the numbers.
+    input_scale: () float32, the scale of all rows instead. Numbers beyond 448 times it become the largest ones. In a
+    row that holds NaN or infinity there is NaN among the numbers.
     """
     wide = functional.pad(x, (0, width - x.shape[1])).float()
+    if input_scale is not None:
+        limited = (wide * (1.0 / input_scale)).clamp(-LARGEST, LARGEST)
+        numbers = torch.where(wide.isfinite(), limited, torch.nan)
+        return numbers.to(DTYPE), input_scale.repeat(len(x), 1)
     largest = wide.abs().nan_to_num(0.0, torch.inf).amax(1, keepdim=True).clamp_min_(SMALLEST_ROW)
     most = torch.tensor(LARGEST, device=x.device)  # a number / tensor rounds twice
     return (wide * (most / largest)).to(DTYPE), largest / most
 
 
 def pack_fp8(
-    weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    input_scale: Tensor | None = None,
+    quantise: Quantise = quantise_rows,
 ) -> Linear:
     """Build the layer x @ (weight * scale).T + bias in bfloat16, with x rounded row by row to 8 bits. If `works()`.
 
     weight: (outputs, inputs) float8_e4m3fn; scale: (outputs, 1) float32; bias: (outputs,) bfloat16, or None. x and the
     result: bfloat16. Sums are float32; rows that hold NaN or infinity give NaN. There may be no outputs or no
-    inputs; without inputs the result is the bias, or zeros. quantise: a version of `quantise_rows`.
+    inputs; without inputs the result is the bias, or zeros. input_scale: see `quantise_rows`.
     """
     outputs, inputs = weight.shape
     if weight.numel() == 0:
@@ -53,7 +69,8 @@ def pack_fp8(
     missing = -outputs % MULTIPLE
     padded = functional.pad(weight.view(torch.uint8), (0, -inputs % MULTIPLE, 0, missing)).view(DTYPE)
     scales = functional.pad(scale, (0, 0, 0, missing)).t().contiguous()
-    return _Scaled(padded.t(), scales, None if bias is None else functional.pad(bias, (0, missing)), outputs, quantise)
+    padded_bias = None if bias is None else functional.pad(bias, (0, missing))
+    return _Scaled(padded.t(), scales, padded_bias, outputs, input_scale, quantise)
 
 
 @cache
@@ -74,12 +91,13 @@ class _Scaled:
     scale: Tensor  # (1, outputs) float32
     bias: Tensor | None
     outputs: int  # without the padding
+    input_scale: Tensor | None
     quantise: Quantise
 
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):
             return x.new_empty(0, self.outputs)
-        numbers, scales = self.quantise(x, self.weight.shape[0])
+        numbers, scales = self.quantise(x, self.weight.shape[0], self.input_scale)
         y = functional.scaled_mm(
             numbers,
             self.weight,

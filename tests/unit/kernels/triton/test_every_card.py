@@ -23,7 +23,7 @@ from serve_llm.kernels import triton as package
 from serve_llm.kernels.triton.activation import ACTIVATIONS
 from serve_llm.kernels.triton.attention import paged_attention
 from serve_llm.kernels.triton.delta_rule import gated_delta_rule
-from serve_llm.kernels.triton.fp8 import quantise_rows
+from serve_llm.kernels.triton.fp8 import quantise_blocks, quantise_rows
 from serve_llm.kernels.triton.linear import pack
 from serve_llm.kernels.triton.linear_grouped import pack_grouped
 from serve_llm.kernels.triton.lora import TritonLoRASlots
@@ -54,6 +54,8 @@ def launch_rows() -> None:
 
 def launch_float8() -> None:
     quantise_rows(empty(3, 4096), 4096)
+    quantise_rows(empty(3, 4096), 4096, empty(dtype=torch.float32))
+    quantise_blocks(empty(3, 4096), 4096)
     cache = empty(10, 2, 8, 16, 128, dtype=cache_fp8.DTYPE)
     rope_and_cache(empty(3, 48 * 128), 32, None, None, cache, integers(3))
     latent = empty(10, 1, 1, 16, 576, dtype=cache_fp8.DTYPE)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reference import activation as activation_definition
 from reference import norm as norm_definition
-from serve_llm.kernels import activation, cache_fp8, linear_fp8, norm, rope
+from serve_llm.kernels import activation, cache_fp8, linear_fp8, linear_fp8_blocks, norm, rope
 from serve_llm.kernels.rope import HeadNorms
 from support.matrix import mostly_slow
 from support.triton import NO_TRITON, assert_fits, compile_for, record
@@ -21,7 +21,7 @@ from support.triton import NO_TRITON, assert_fits, compile_for, record
 pytest.importorskip("triton", reason=NO_TRITON)
 from serve_llm.kernels.triton import rope as triton_rope
 from serve_llm.kernels.triton.activation import ACTIVATIONS
-from serve_llm.kernels.triton.fp8 import quantise_rows
+from serve_llm.kernels.triton.fp8 import quantise_blocks, quantise_rows
 from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
 from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
 
@@ -270,12 +270,44 @@ class TestFp8Rows:
             assert torch.equal(scales, theirs[1])
         assert_rows_alone(lambda rows: quantise_rows(rows, padded)[0].float(), x)
 
-    def test_what_is_not_finite_shows(self) -> None:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_static_scale(self, dtype: torch.dtype) -> None:
+        x = (random(ROWS, 53) * torch.logspace(-4, 4, ROWS)[:, None]).to(dtype)
+        for scale in (torch.tensor(0.003), torch.tensor(1.7)):
+            ours, theirs = (version(x, 64, scale) for version in (quantise_rows, linear_fp8.quantise_rows))
+            assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
+            assert torch.equal(ours[1], theirs[1]) and (ours[1] == scale).all() and ours[1].shape == (ROWS, 1)
+            assert (ours[0].float().abs() == 448.0).any() and ours[0].float().isfinite().all()
+
+    @pytest.mark.parametrize("scale", [None, torch.tensor(0.1)])
+    def test_what_is_not_finite_shows(self, scale: Tensor | None) -> None:
         x = random(3, 50)
         x[0, 49], x[1, 3] = torch.nan, -torch.inf
         for version in (quantise_rows, linear_fp8.quantise_rows):
-            numbers, scales = version(x, 64)
+            numbers, scales = version(x, 64, scale)
             assert (numbers.float() * scales).isnan().any(1).tolist() == [True, True, False]
+
+
+class TestFp8Blocks:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", [1, 128, 887, 1500])
+    def test_equals_torch_to_the_bit(self, width: int, dtype: torch.dtype) -> None:
+        x = (random(ROWS, width) * torch.logspace(-4, 4, ROWS)[:, None]).to(dtype)
+        x[3] = 0.0
+        padded = -(-width // 128) * 128
+        for part in (x, x[:, : width // 2 + 1], x[:1], x[:0]):
+            ours, theirs = (version(part, padded) for version in (quantise_blocks, linear_fp8_blocks.quantise_blocks))
+            assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
+            assert torch.equal(ours[1], theirs[1]) and (not len(part) or ours[1].stride() == theirs[1].stride())
+        assert_rows_alone(lambda rows: quantise_blocks(rows, padded)[0][: len(rows)].float(), x)
+
+    def test_what_is_not_finite_shows(self) -> None:
+        x = random(3, 200)
+        x[0, 199], x[1, 3] = torch.nan, -torch.inf
+        for version in (quantise_blocks, linear_fp8_blocks.quantise_blocks):
+            numbers, scales = version(x, 256)
+            restored = numbers.float() * scales.repeat_interleave(128, 1)
+            assert restored.isnan().any(1).tolist() == [True, True, False, False]
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -324,6 +356,8 @@ def test_compiled_for_a_gpu() -> None:
         lambda: rope_of(14, 2, 64),
         lambda: latent_of(128, 512, 64),
         lambda: quantise_rows(empty(3, 28672), 28672),
+        lambda: quantise_rows(empty(3, 28672), 28672, empty(dtype=torch.float32)),
+        lambda: quantise_blocks(empty(3, 28672), 28672),
     ]
     found = compile_for([launch for call in calls for launch in record(call)])
     assert_fits(found)
