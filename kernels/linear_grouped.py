@@ -41,6 +41,9 @@ class GroupQuantWeight:
     is_float8: bool = False  # codes are float8_e4m3fn, with 8 bits
     offset: int = 0  # inputs of the first group that precede this part of a matrix
     order: Tensor | None = None  # (inputs,) int64: column k multiplies number order[k] of the input; None: number k
+    # The checkpoint's authors computed with inputs rounded to 8-bit floats: see `kernels.linear_fp8_stored`.
+    rounds_inputs: bool = False
+    input_scale: Tensor | None = None  # () float32, for all inputs; None: chosen by the inputs
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,6 +75,8 @@ class GroupQuantWeight:
     def is_like(self, other: GroupQuantWeight) -> bool:
         """Return whether the rows of both can be concatenated to one weight."""
         for one in fields(self):
+            if one.name == "input_scale":
+                continue
             mine = getattr(self, one.name)
             theirs = getattr(other, one.name)
             if one.name in ROWWISE:
@@ -153,7 +158,7 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def merge_rows(weights: Sequence[GroupQuantWeight]) -> GroupQuantWeight:
-    """Concatenate the rows of the weights, which must be alike."""
+    """Concatenate the rows of the weights, which must be alike. The largest of their scales of inputs fits all."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -163,7 +168,9 @@ def merge_rows(weights: Sequence[GroupQuantWeight]) -> GroupQuantWeight:
         return torch.cat(tensors) if tensors else None
 
     merged = {name: merge([getattr(one, name) for one in weights]) for name in ROWWISE}
-    return replace(first, **merged)  # type: ignore[arg-type]
+    input_scales = [one.input_scale for one in weights if one.input_scale is not None]
+    input_scale = torch.stack(input_scales).amax() if len(input_scales) == len(weights) else None
+    return replace(first, **merged, input_scale=input_scale)  # type: ignore[arg-type]
 
 
 def pack_grouped(

@@ -54,6 +54,7 @@ from serve_llm.kernels.torch_sampling import SyncSamplingKernels
 logger = logging.getLogger(__name__)
 
 Record = Callable[[BufferPool], AbstractContextManager[CallRecorder]]  # see `Library.record`
+PackGrouped = Callable[[GroupQuantWeight, Tensor | None, torch.dtype], linear.Linear]
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,14 @@ class Kernels:
     pack_heads: Callable[[Tensor], linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
-    pack_grouped: Callable[[GroupQuantWeight, Tensor | None, torch.dtype], linear.Linear]
+    pack_grouped: PackGrouped
     pack_int8_table: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], embedding_table.EmbeddingTable]
     pack_grouped_table: Callable[[GroupQuantWeight, Tensor | None, torch.dtype], embedding_table.EmbeddingTable]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]]
     pack_experts: Callable[..., moe.PackedExperts]
     lora: LoRAKernels | None = None  # None: adapters are computed with linear layers
+    pack_stored_fp8: PackGrouped | None = None  # for weights whose inputs may be rounded to 8 bits
     allocate_lora_slots: AllocateLoRASlots | None = None  # None: layers have no slots that hold adapters
     capturable: bool = False  # steps may be captured: they read lengths on the device and do not synchronise
     record: Record | None = None  # on a CPU: how steps are captured

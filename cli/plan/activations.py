@@ -89,7 +89,9 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[KVCacheSpec, ...], c
     is_compiled = step.on_cpu and all(
         group.head_dim in (COMPILED_LATENT_DIMS if group.is_latent else COMPILED_HEAD_DIMS) for group in spec.kv_groups
     )
-    step = replace(step, is_8_bit=spec.int8 is not None or spec.fp8, compiled_attention=is_compiled)
+    rounds_stored = not step.on_cpu and spec.grouped is not None and spec.grouped.rounds_inputs
+    is_8_bit = spec.int8 is not None or spec.fp8 or rounds_stored
+    step = replace(step, is_8_bit=is_8_bit, compiled_attention=is_compiled)
     last_layer = len(spec.layers) - 1
     group_of = {
         index: group for group, kv_group in zip(groups, spec.kv_groups, strict=True) for index in kv_group.layers

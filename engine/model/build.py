@@ -106,12 +106,14 @@ class ModelBuilder:
         return replace(self, load=load, load_grouped=load_grouped, reorders=(*self.reorders, reorder))
 
     def for_experts(self) -> ModelBuilder:
-        """A builder for the experts of a layer. Those in fp8 are quantised as weights in groups, which one launch
-        multiplies for all experts."""
+        """A builder for the experts of a layer. Those in fp8 are weights in groups, which one launch multiplies for
+        all experts."""
         lora_experts = None
         if self.lora is not None and self.groups.experts.size == 1:  # others compute rows of other engines
             lora_experts = self.lora.add_experts(is_selected=self._is_selected)
-        builder = replace(self, lora_experts=lora_experts, lora=None if lora_experts is None else self.lora)
+        kernels = replace(self.kernels, pack_stored_fp8=None)
+        lora = None if lora_experts is None else self.lora
+        builder = replace(self, lora_experts=lora_experts, lora=lora, kernels=kernels)
         if not self.fp8:
             return builder
         return replace(builder, fp8=False, grouped=GroupQuantSpec(in_checkpoint=False, default=FLOAT8))
@@ -301,16 +303,19 @@ class ModelBuilder:
         """One layer if all weights are integers of the same form, else several whose results are concatenated."""
         grouped = [weight for weight in weights if isinstance(weight, GroupQuantWeight)]
         if len(grouped) == len(weights) and all(grouped[0].is_like(weight) for weight in grouped):
-            return self.kernels.pack_grouped(merge_rows(grouped), bias, self.dtype)
+            return self._pack_grouped(merge_rows(grouped), bias)
         sizes = [weight.shape[0] for weight in weights]
         biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         layers = [
-            self.kernels.pack(weight, own_bias)
-            if isinstance(weight, Tensor)
-            else self.kernels.pack_grouped(weight, own_bias, self.dtype)
+            self.kernels.pack(weight, own_bias) if isinstance(weight, Tensor) else self._pack_grouped(weight, own_bias)
             for weight, own_bias in zip(weights, biases, strict=True)
         ]
         return lambda x: torch.cat([layer(x) for layer in layers], -1)
+
+    def _pack_grouped(self, weight: GroupQuantWeight, bias: Tensor | None) -> Linear:
+        if weight.rounds_inputs and self.kernels.pack_stored_fp8 is not None:
+            return self.kernels.pack_stored_fp8(weight, bias, self.dtype)
+        return self.kernels.pack_grouped(replace(weight, input_scale=None), bias, self.dtype)
 
     def _quantise(self, weight: Tensor, form: GroupQuantForm) -> GroupQuantWeight:
         if form.is_float8:

@@ -6,7 +6,8 @@ A configuration has groups of modules; each group has its own numbers for weight
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
@@ -47,7 +48,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     config.only("quantization_status", None, "compressed", "frozen")
     config.empty("transform_config")
     if cache := config.inner("kv_cache_scheme"):  # `cache_scales` reads it if the cache is in fp8
-        _ignore_activations("kv_cache_scheme", cache)
+        _read_activations("kv_cache_scheme", cache)
     config.ignore("attention_input_activations", "global_compression_ratio", "provider", "version")
     if sparsity := config.inner("sparsity_config"):
         sparsity.only("format", None, "dense")
@@ -75,7 +76,7 @@ def _is_for_activations_only(config: ConfigReader) -> bool:
     config.empty("output_activations")
     config.names("targets")
     if activations := config.inner("input_activations"):
-        _ignore_activations("input_activations", activations)
+        _read_activations("input_activations", activations)
     config.done()
     return True
 
@@ -94,16 +95,17 @@ def _read_group(config: ConfigReader, default_format: str | None) -> tuple[Forma
             '(supported: "Linear", "Embedding", names of modules, and "re:" with a regular expression)'
         )
     numbers = _read_numbers(weights, stored)
-    is_dynamic = False
-    if activations is not None:
-        is_dynamic = _ignore_activations("input_activations", activations)
+    rounding = None if activations is None else _read_activations("input_activations", activations)
     config.done()
-    is_int8 = numbers == ScaledNumbers("int8", "channel") and is_dynamic and targets == ("Linear",)
+    is_int8 = numbers == ScaledNumbers("int8", "channel") and rounding == "int8 per token" and targets == ("Linear",)
+    if isinstance(numbers, ScaledNumbers) and numbers.kind == "fp8" and rounding in ("dynamic", "static"):
+        numbers = replace(numbers, inputs=rounding)
     return FormatGroup(targets, numbers), is_int8
 
 
-def _ignore_activations(where: str, config: ConfigReader) -> bool:
-    """Return whether activations are int8, rounded per token. All others are not rounded, which is more exact.
+def _read_activations(where: str, config: ConfigReader) -> Literal["int8 per token", "dynamic", "static"] | None:
+    """Return how activations are rounded: to int8, or to 8-bit floats with such scales. None: in another way, in which
+    they are not rounded here, which is more exact.
 
     Raises ModelError for an unknown number format.
     """
@@ -119,7 +121,11 @@ def _ignore_activations(where: str, config: ConfigReader) -> bool:
     is_symmetric = config.flag("symmetric", True)
     config.ignore("actorder", "block_structure", "group_size", *CALIBRATION)
     config.done()
-    return (bits, kind, strategy, is_dynamic, is_symmetric) == (8, "int", "token", True, True)
+    if (bits, kind, is_symmetric) == (8, "float", True):
+        return "dynamic" if is_dynamic else "static"
+    return (
+        "int8 per token" if (bits, kind, strategy, is_dynamic) == (8, "int", "token", True) and is_symmetric else None
+    )
 
 
 def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:

@@ -10,6 +10,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.weight_format import (
     BitsAndBytes4,
+    Inputs,
     MarkedModules,
     NamedModules,
     NvFp4,
@@ -22,7 +23,6 @@ def read_fp8(config: ConfigReader) -> MarkedModules:
     """Read fp8 settings. With `weight_block_size`, as transformers (`FineGrainedFP8Config`) and DeepSeek-V3 write it,
     there is a scale per block; otherwise one per tensor, which AutoFP8 and transformers name differently.
 
-    Activations are not rounded, so their scheme does not matter.
     """
     config.only("fmt", None, "e4m3", "e4m3fn", "float8_e4m3fn")
     config.only("expert_dtype", None, "fp8")
@@ -30,21 +30,24 @@ def read_fp8(config: ConfigReader) -> MarkedModules:
     # How scales were rounded does not matter, and `cache_scales` reads the last.
     config.ignore("scale_fmt", "dequantize", "kv_cache_scheme")
     unconverted = _read_unconverted(config)
-    config.choice("activation_scheme", {"dynamic": "dynamic", "static": "static"}, "dynamic")
+    schemes: dict[str, Inputs] = {"dynamic": "dynamic", "static": "static"}
+    inputs = config.choice("activation_scheme", schemes, "dynamic")
     size = config.integers("weight_block_size", lowest=1, highest=2**31 - 1)
     if size is None:
-        return MarkedModules(ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv"), unconverted)
+        numbers = ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv", inputs=inputs)
+        return MarkedModules(numbers, unconverted)
     if len(size) != 2:
         raise ModelError(
             f"config.json: quantization_config: weight_block_size must be two whole numbers, but it is {list(size)}"
         )
-    return MarkedModules(ScaledNumbers("fp8", "block", (size[0], size[1]), scale="weight_scale_inv"), unconverted)
+    block = (size[0], size[1])
+    return MarkedModules(ScaledNumbers("fp8", "block", block, "weight_scale_inv", inputs=inputs), unconverted)
 
 
 def read_fbgemm(config: ConfigReader) -> MarkedModules:
-    """Read FBGEMM's settings: 8-bit floats with a scale per output."""
+    """Read FBGEMM's settings: 8-bit floats with a scale per output. Scales of inputs have no upper bound here."""
     config.ignore("activation_scale_ub")
-    return MarkedModules(ScaledNumbers("fp8", "channel"), _read_unconverted(config))
+    return MarkedModules(ScaledNumbers("fp8", "channel", inputs="dynamic"), _read_unconverted(config))
 
 
 def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
@@ -55,8 +58,8 @@ def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
 
 
 MODELOPT: dict[str, ScaledNumbers | NvFp4] = {  # activations and how they are rounded make the other differences
-    "FP8": ScaledNumbers("fp8", "tensor"),
-    "FP8_PER_CHANNEL_PER_TOKEN": ScaledNumbers("fp8", "channel"),
+    "FP8": ScaledNumbers("fp8", "tensor", inputs="static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ScaledNumbers("fp8", "channel", inputs="dynamic"),
     "NVFP4": NvFp4("modelopt"),
     "W4A16_NVFP4": NvFp4("modelopt"),
 }

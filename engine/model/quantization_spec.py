@@ -50,6 +50,8 @@ class GroupQuantForm:
     has_divisors: bool = False  # each output divides its scales by one number
     has_table: bool = False  # codes are indices of a table of 16 numbers
     is_float8: bool = False  # codes are 8-bit floats (e4m3); otherwise, without a table, they are integers
+    block_outputs: int = 1  # outputs that share scales
+    rounds_inputs: bool = False  # as in `kernels.linear_grouped.GroupQuantWeight`
 
 
 MXFP4 = GroupQuantForm(4, 32, has_zeros=False, scale_bytes=1, has_table=True)
@@ -75,6 +77,11 @@ class GroupQuantSpec:
     def layer_forms(self) -> list[GroupQuantForm]:
         """The forms of the quantised layers."""
         return [form for form in (self.default, *self.others.values()) if form is not None]
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether a layer's inputs may be rounded to 8-bit floats, as the checkpoint's authors did."""
+        return any(form.rounds_inputs for form in self.layer_forms)
 
     def find_form(self, linear_layer: str) -> GroupQuantForm | None:
         """Return None for the model's dtype. linear_layer: such as "layers.3.attention.q"."""

@@ -1,9 +1,12 @@
 """Read `quantization_config` of checkpoints that transformers writes with torchao, as safetensors. Torch-free.
 
-One configuration applies to all linear modules. Activations are not rounded, so their settings do not matter.
+One configuration applies to all linear modules. Settings of activations do not matter, except whether they are rounded
+to 8-bit floats.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
@@ -38,7 +41,7 @@ def read_torchao(config: ConfigReader) -> MarkedModules:
     types.done()
     readers = {
         "Float8WeightOnlyConfig": _read_float8,
-        "Float8DynamicActivationFloat8WeightConfig": _read_float8,
+        "Float8DynamicActivationFloat8WeightConfig": _read_dynamic_float8,
         "Int4WeightOnlyConfig": _read_int4,
         "Int8WeightOnlyConfig": _read_int8,
         "Int8DynamicActivationInt8WeightConfig": _read_int8,
@@ -55,13 +58,17 @@ def read_torchao(config: ConfigReader) -> MarkedModules:
     return MarkedModules(numbers, unconverted)
 
 
-def _read_float8(config: ConfigReader) -> WeightFormat:
+def _read_float8(config: ConfigReader) -> ScaledNumbers:
     _read_choice(config, "weight_dtype", FLOAT8, FLOAT8[0])
     _read_choice(config, "packing_format", ("PLAIN",), "PLAIN")
     strategy, size = _read_granularity(config, "granularity", "PerTensor")
     if size:
         raise ModelError("config.json: quantization_config: granularity PerGroup is not supported for 8-bit floats")
     return ScaledNumbers("fp8", strategy, scale=SCALE, weight=WEIGHT)
+
+
+def _read_dynamic_float8(config: ConfigReader) -> WeightFormat:
+    return replace(_read_float8(config), inputs="dynamic")
 
 
 def _read_int4(config: ConfigReader) -> WeightFormat:

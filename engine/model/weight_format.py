@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupQuantForm
 
 Strategy = Literal["tensor", "channel", "block"]
+Inputs = Literal["as they are", "dynamic", "static"]  # how a format's authors rounded the inputs of linear modules
 # Tensors with scales for rounding activations, queries, keys or values to 8 bits or less in attention or the KV cache,
 # as regular expressions for their names. Attention is not quantised that way; `cache_scales` finds those that an fp8 KV
 # cache uses.
@@ -80,11 +81,12 @@ class ScaledNumbers:
     weight: str = "weight"
     zero_point: str = "weight_zero_point"  # without has_zeros it is all 0, if present
     has_float32_scales: bool = False  # instead of 16 bits, in int8
+    inputs: Inputs = "as they are"  # with fp8; static: rounded with a scale from the checkpoint
 
+    input_scales = ("input_scale", "activation_scale")  # names of that scale
     optional = (
-        "input_scale",
+        *input_scales,
         "input_zero_point",
-        "activation_scale",
         "activation_scale_ub",
         "weight_shape",
         "weight_format",
@@ -105,7 +107,15 @@ class ScaledNumbers:
         if self.kind == "int8":
             scale_bytes = 2 if self.divisor == 1 and not self.has_float32_scales else 4  # quotients fill 32 bits
             return GroupQuantForm(4 if self.bits <= 4 else 8, size, self.has_zeros, scale_bytes=scale_bytes)
-        return GroupQuantForm(8, size, has_zeros=False, scale_bytes=4, is_float8=True)
+        return GroupQuantForm(
+            8,
+            size,
+            has_zeros=False,
+            scale_bytes=4,
+            is_float8=True,
+            block_outputs=self.block[0] if self.strategy == "block" else 1,
+            rounds_inputs=self.inputs != "as they are",
+        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class QuantizedMatrix:
     zeros: Tensor | None = None  # shape as scales, float32
     divisors: Tensor | None = None  # (outputs,) float32
     table: Tensor | None = None  # (16,) float32
+    rounds_inputs: bool = False  # as in `GroupQuantWeight`, and the next one
+    input_scale: Tensor | None = None
 
     def dequantise(self) -> Tensor:
         """(outputs, inputs) float32."""
@@ -81,6 +83,8 @@ def build_grouped_weight(matrix: QuantizedMatrix, first: int) -> GroupQuantWeigh
             is_float8=matrix.table is None,
             offset=offset,
             order=order,
+            rounds_inputs=matrix.rounds_inputs,
+            input_scale=matrix.input_scale,
         )
     bits = 8 if matrix.bits == 8 else 4
     middle = 2 ** (bits - 1)

@@ -77,6 +77,8 @@ def _build_weight(
     table = build_e2m1_table(device) if form.has_table else None
     # Slightly different, so that no narrower type than the form's can hold them.
     factors = 1 + 0.1 * torch.rand(groups, generator=generator, device=device)
+    if form.block_outputs > 1:
+        factors = factors[:: form.block_outputs].repeat_interleave(form.block_outputs, 0)[:outputs]
     unscaled = GroupQuantWeight(
         codes,
         form.bits,
@@ -85,6 +87,7 @@ def _build_weight(
         zeros=torch.zeros(groups, device=device) if form.has_zeros else None,
         table=table,
         is_float8=form.is_float8,
+        rounds_inputs=form.rounds_inputs,
     )
     scales = factors * (DEVIATION / float(unscaled.dequantise().std()))
     divisors = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -82,6 +83,24 @@ def _read_int8(
 
 
 def _read_fp8(
+    reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
+) -> QuantizedMatrix:
+    matrix = _read_fp8_numbers(reader, stored, shape, rows, columns)
+    return replace(matrix, rounds_inputs=stored.inputs != "as they are", input_scale=_read_input_scale(reader, stored))
+
+
+def _read_input_scale(reader: ModuleReader, stored: ScaledNumbers) -> Tensor | None:
+    """Return the scale with which inputs are rounded, () float32; None if the checkpoint has none for the whole module
+    with which that works."""
+    found = [suffix for suffix in stored.input_scales if stored.inputs == "static" and reader.has(suffix)]
+    shape = reader.checkpoint.shape(f"{reader.module}.{found[0]}") if found else (0,)
+    if math.prod(shape) != 1:
+        return None
+    scale = reader.read(found[0], shape).float().reshape(())
+    return scale if 0 < float(scale) < math.inf else None
+
+
+def _read_fp8_numbers(
     reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
 ) -> QuantizedMatrix:
     numbers = reader.read(stored.weight, shape, (rows, columns), fp8_blocks.DTYPE)

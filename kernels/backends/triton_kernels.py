@@ -7,6 +7,7 @@ from functools import partial
 
 from serve_llm.kernels import linear, linear_fp8
 from serve_llm.kernels.backends.backend import Offer
+from serve_llm.kernels.linear_fp8_stored import pack_stored_fp8
 
 
 def offer(batch_invariant: bool) -> Offer:
@@ -15,7 +16,7 @@ def offer(batch_invariant: bool) -> Offer:
         from serve_llm.kernels.triton.activation import ACTIVATIONS
         from serve_llm.kernels.triton.attention import paged_attention
         from serve_llm.kernels.triton.delta_rule import gated_delta_rule
-        from serve_llm.kernels.triton.fp8 import quantise_rows
+        from serve_llm.kernels.triton.fp8 import quantise_blocks, quantise_rows
         from serve_llm.kernels.triton.linear import pack, pack_heads
         from serve_llm.kernels.triton.linear_grouped import pack_grouped, pack_int8
         from serve_llm.kernels.triton.lora import TritonLoRASlots
@@ -24,6 +25,10 @@ def offer(batch_invariant: bool) -> Offer:
         from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
     except ImportError as error:
         return f"Triton's kernels cannot be imported: {error}"
+    pack_grouped = partial(pack_grouped, batch_invariant=batch_invariant)
+    stored_fp8 = partial(
+        pack_stored_fp8, pack_grouped=pack_grouped, quantise_rows=quantise_rows, quantise_blocks=quantise_blocks
+    )
     return {
         "paged_attention": partial(paged_attention, batch_invariant=batch_invariant),
         "rms_norm": rms_norm,
@@ -36,7 +41,8 @@ def offer(batch_invariant: bool) -> Offer:
         "activations": ACTIVATIONS,
         "pack": pack if batch_invariant else linear.pack,
         "pack_int8": partial(pack_int8, batch_invariant=batch_invariant),
-        "pack_grouped": partial(pack_grouped, batch_invariant=batch_invariant),
+        "pack_grouped": pack_grouped,
+        "pack_stored_fp8": None if batch_invariant else stored_fp8,
         "pack_heads": pack_heads if batch_invariant else linear.pack_heads,
         "pack_fp8": partial(linear_fp8.pack_fp8, quantise=quantise_rows),
         "pack_experts": partial(pack_experts, batch_invariant=batch_invariant),

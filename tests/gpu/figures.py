@@ -23,6 +23,7 @@ from floors import (  # noqa: E402
     EXPERTS_30B,
     LATENT_16B,
     LLAMA_8B,
+    LLAMA_8B_BLOCKS,
     LONG_CONTEXT,
     PROMPT,
     QWEN_HALF_B,
@@ -118,6 +119,24 @@ PREDICTIONS = [
     ),
     Prediction(
         "8B in fp8, batch 64", "fp8", "8B fp8: decode, batch 64", "6.2-7.5 ms", "reported", LLAMA_8B, decodes(64), "fp8"
+    ),
+    Prediction(
+        "8B in fp8 blocks as stored, batch 1",
+        "stored_fp8",
+        "8B in fp8 blocks: decode, batch 1",
+        "4.5-6 ms, like `--quantization fp8`",
+        "reported",
+        LLAMA_8B_BLOCKS,
+        decodes(1),
+    ),
+    Prediction(
+        "8B in fp8 blocks as stored, batch 64",
+        "stored_fp8",
+        "8B in fp8 blocks: decode, batch 64",
+        "6-7.5 ms",
+        "reported",
+        LLAMA_8B_BLOCKS,
+        decodes(64),
     ),
     Prediction(
         "8B in int4, batch 1",

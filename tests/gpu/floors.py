@@ -108,6 +108,9 @@ _DEEPSEEK_V2_LITE = {
 _TINY_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _TINY_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 LLAMA_8B = Shape("8b", _LLAMA_8B)
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_BLOCKS["modules_to_not_convert"] = ["lm_head"]
+LLAMA_8B_BLOCKS = Shape("8b-blocks", _LLAMA_8B | {"quantization_config": _BLOCKS})
 LLAMA_8B_LONG = Shape("8b-long", _LLAMA_8B | {"max_position_embeddings": 131072})
 QWEN_HALF_B = Shape("half-b", SHAPE | {"max_position_embeddings": 16384})
 EXPERTS_30B = Shape("experts", _QWEN3_30B_A3B, TINY | _TINY_EXPERTS | {"num_experts": 4, "head_dim": 16})
@@ -149,7 +152,7 @@ def floor_seconds(spec: ModelSpec, chunks: Chunks, limits: Limits = H200) -> flo
     """Return the lower bound for the time of one step: see `bench.roofline`. fp8 products run at up to twice the
     rate."""
     parts = step_work(spec, chunks).parts
-    if spec.fp8:
+    if spec.fp8 or (spec.grouped is not None and spec.grouped.rounds_inputs):
         read, done = parts["linear"]
         parts = parts | {"linear": (read, done / FP8_RATE)}
     return Work(parts).least_seconds(limits)

@@ -115,6 +115,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         set_inductor_config=True,
     ),
     "bitsandbytes-int8": {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0},
+    "fp8-128": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
 
 
@@ -134,9 +135,10 @@ def pack_module(weight: Tensor, form: str) -> Packed:
         scale = weight.abs().amax(1, keepdim=True) / 448
         numbers = (weight / scale).to(torch.float8_e4m3fn)
         return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
-    if form in ("fp8-block", "fp8-native"):
-        scale = torch.rand(-(-outputs // 24), -(-inputs // 40)) * 0.001 + 0.002
-        whole = scale.repeat_interleave(24, 0)[:outputs].repeat_interleave(40, 1)[:, :inputs]
+    if form in ("fp8-block", "fp8-native", "fp8-128"):
+        rows, columns = (128, 128) if form == "fp8-128" else (24, 40)
+        scale = torch.rand(-(-outputs // rows), -(-inputs // columns)) * 0.001 + 0.002
+        whole = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
         numbers = (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
         name = "weight_scale" if form == "fp8-block" else "weight_scale_inv"
         return {"weight": numbers, name: scale}, numbers.float() * whole

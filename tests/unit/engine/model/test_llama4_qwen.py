@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ LLAMA: dict[str, Any] = {
 }
 LLAMA4 = {**LLAMA, "architectures": ["Llama4ForCausalLM"], "num_key_value_heads": 3}
 QWEN1 = {**LLAMA, "architectures": ["QWenLMHeadModel"], "intermediate_size": 194, "kv_channels": 10}
+ROUNDED = replace(FLOAT8, rounds_inputs=True)
 
 
 def spec_of(config: dict[str, Any]) -> ModelSpec:
@@ -61,8 +63,8 @@ def test_fbgemm_leaves_out_what_it_lists_in_any_spelling(prefix: str) -> None:
     grouped = spec_of(config).grouped
     assert grouped is not None
     found = [grouped.find_form(f"layers.{layer}.{name}") for layer, name in ((0, "attention.q"), (1, "attention.q"))]
-    assert found == [FLOAT8, None]
-    assert grouped.find_form("layers.1.ffn.experts.2.down") == FLOAT8
+    assert found == [ROUNDED, None]
+    assert grouped.find_form("layers.1.ffn.experts.2.down") == ROUNDED
 
 
 @pytest.mark.parametrize(
@@ -95,5 +97,5 @@ def test_experts_of_quantised_llama_4_inside_a_model_of_images() -> None:
     sources = weights.expand(len(spec.layers))
     assert "model.layers.1.feed_forward.experts.4.gate_proj.weight" in sources
     assert spec.grouped is not None
-    assert spec.grouped.find_form("layers.1.ffn.experts.4.gate") == FLOAT8
+    assert spec.grouped.find_form("layers.1.ffn.experts.4.gate") == ROUNDED
     assert spec.grouped.find_form("layers.1.attention.q") is None

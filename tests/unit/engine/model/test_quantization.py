@@ -91,13 +91,16 @@ def test_int8_weights_alone(change: Callable[[dict[str, Any]], None]) -> None:
     [
         (
             {"quant_method": "fp8", "activation_scheme": "static", "expert_dtype": "fp8", "modules_to_convert": None},
-            ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv"),
+            ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv", inputs="static"),
         ),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ScaledNumbers("fp8", "channel")),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            ScaledNumbers("fp8", "channel", inputs="dynamic"),
+        ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, BitsAndBytes4("fp4", is_nested=False)),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {"group_0": {"targets": ["Linear"]}}},
-            ScaledNumbers("fp8", "tensor"),
+            ScaledNumbers("fp8", "tensor", inputs="static"),
         ),
         (
             {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}},
@@ -105,11 +108,14 @@ def test_int8_weights_alone(change: Callable[[dict[str, Any]], None]) -> None:
         ),
         ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, NvFp4("modelopt")),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, NvFp4("modelopt")),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ScaledNumbers("fp8", "channel")),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+            ScaledNumbers("fp8", "channel", inputs="dynamic"),
+        ),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, BitsAndBytes4("nf4", is_nested=False)),
         (
             {"quant_method": "fp8", "fmt": "float8_e4m3fn"},
-            ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv"),
+            ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv", inputs="dynamic"),
         ),
     ],
 )
@@ -143,7 +149,7 @@ def test_formats_of_modules_of_model_optimizer() -> None:
     assert isinstance(found, NamedModules)
     names = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
     formats = [found.find_format(f"model.layers.0.{name}") for name in names]
-    assert formats == [ScaledNumbers("fp8", "tensor"), NvFp4("modelopt"), None]
+    assert formats == [ScaledNumbers("fp8", "tensor", inputs="static"), NvFp4("modelopt"), None]
     layers["model.layers.0.mlp.up_proj"]["quant_algo"] = "W4A8_AWQ"
     with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj: quant_algo 'W4A8_AWQ' is not supported"):
         read(stored)
@@ -228,10 +234,10 @@ FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "we
 def test_blocks_of_8_bit_floats(more: dict[str, object]) -> None:
     found = read(FP8 | more)
     assert isinstance(found, MarkedModules)
-    assert found.find_format("lm_head") == ScaledNumbers("fp8", "block", (128, 64), scale="weight_scale_inv")
-    assert found.find_form("model.layers.0.mlp.up_proj") == GroupQuantForm(
-        8, 64, has_zeros=False, scale_bytes=4, is_float8=True
-    )
+    expected = ScaledNumbers("fp8", "block", (128, 64), scale="weight_scale_inv", inputs="dynamic")
+    assert found.find_format("lm_head") == expected
+    form = GroupQuantForm(8, 64, False, scale_bytes=4, is_float8=True, block_outputs=128, rounds_inputs=True)
+    assert found.find_form("model.layers.0.mlp.up_proj") == form
     assert (found.find_form("lm_head") is None) == bool(more)
 
 

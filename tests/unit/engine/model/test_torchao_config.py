@@ -66,7 +66,7 @@ def read(stored: dict[str, Any]) -> MarkedModules:
                 mm_config={"_data": {"emulate": False}, "_type": "Float8MMConfig"},
                 kernel_preference={"_data": "AUTO", "_type": "KernelPreference"},
             ),
-            ScaledNumbers("fp8", "tensor", **NAMES),
+            ScaledNumbers("fp8", "tensor", inputs="dynamic", **NAMES),
         ),
         (
             config_of("Int8WeightOnlyConfig", granularity=ROW, group_size=None, set_inductor_config=True),

@@ -32,6 +32,16 @@ def test_parts_of_one_weight(form: GroupQuantForm) -> None:
         assert columns is not None and torch.equal(columns.dequantise(), weight[:, 80:200])
 
 
+def test_blocks_of_8_bit_floats_share_scales() -> None:
+    form = ScaledNumbers("fp8", "block", (128, 128), inputs="dynamic").form
+    load = build_dummy_group_loader(3, GroupQuantSpec(in_checkpoint=True, default=form), torch.device("cpu"))
+    weight = load(NAME, (300, 512), WeightSlice(0, range(300)))
+    assert weight is not None and weight.rounds_inputs
+    blocks = weight.scales.split(128)
+    assert all(torch.equal(block, block[:1].expand_as(block)) for block in blocks)
+    assert len({float(block[0, 0]) for block in blocks}) == 3
+
+
 def test_what_is_in_floating_point() -> None:
     spec = GroupQuantSpec(in_checkpoint=True, default=MXFP4, others={"layers.0.ffn.down": None})
     load = build_dummy_group_loader(3, spec, torch.device("cpu"))

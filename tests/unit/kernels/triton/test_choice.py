@@ -42,6 +42,9 @@ def test_a_gpu_has_tritons(dtype: torch.dtype, caplog: pytest.LogCaptureFixture)
     assert kernels.paged_attention.func is attention.paged_attention  # type: ignore[attr-defined]
     assert kernels.pack is registry.PORTABLE.pack and kernels.capturable
     assert kernels.pack_fp8.keywords == {"quantise": fp8.quantise_rows}  # type: ignore[attr-defined]
+    stored = kernels.pack_stored_fp8.keywords  # type: ignore[union-attr]
+    assert stored["pack_grouped"] is kernels.pack_grouped
+    assert (stored["quantise_rows"], stored["quantise_blocks"]) == (fp8.quantise_rows, fp8.quantise_blocks)
     assert kernels.activations.keys() == registry.PORTABLE.activations.keys()
     own = {name for name, kernel in kernels.activations.items() if kernel != registry.PORTABLE.activations[name]}
     assert own == set(activation.ACTIVATIONS) and "relu" not in own
@@ -51,6 +54,7 @@ def test_a_gpu_has_tritons(dtype: torch.dtype, caplog: pytest.LogCaptureFixture)
 def test_what_is_batch_invariant() -> None:
     kernels = registry.choose(GPU, torch.bfloat16, {64}, batch_invariant=True)
     assert kernels.pack is linear.pack and kernels.pack_heads is linear.pack_heads
+    assert kernels.pack_stored_fp8 is None
     assert kernels.paged_attention.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
     assert kernels.pack_experts.func is moe.pack_experts  # type: ignore[attr-defined]
     assert kernels.pack_experts.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
