@@ -11,11 +11,12 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from serve_llm.common.errors import EngineError, OptionError
+from serve_llm.common.errors import EngineError
 from serve_llm.common.hub import resolve_model, resolve_tokenizer
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
@@ -26,7 +27,14 @@ from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.dispatcher import LocalDispatcher
 from serve_llm.server.generate.generation import Generation, Generator
-from serve_llm.server.generate.offline import RefusedMethods, UseTqdm, create_bar, run_all, run_loop
+from serve_llm.server.generate.offline import (
+    RefusedMethods,
+    UseTqdm,
+    check_options,
+    create_bar,
+    run_all,
+    run_loop,
+)
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt import pooling_jobs
 from serve_llm.server.prompt.chat_turn import prepare_turn
@@ -35,6 +43,7 @@ from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.offline_prompts import ParsedPrompt, Prompt, parse_chats, parse_prompts, set_priorities
 from serve_llm.server.prompt.pool import build_grammar_compiler
 from serve_llm.server.prompt.pooling_jobs import ValidPoolingRequest
+from serve_llm.server.prompt.template import ContentFormat
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
 from serve_llm.server.response.metrics_snapshot import MetricValue, read_metrics
 from serve_llm.server.response.outputs import (
@@ -67,18 +76,10 @@ class LLM(RefusedMethods):
     """
 
     def __init__(self, model: str, **options: object) -> None:
-        resolved = make_options(model, **options)
-        if resolved.otlp_traces_endpoint is not None:
-            raise OptionError("otlp_traces_endpoint: only requests over HTTP have traces")
-        if resolved.enable_log_requests:
-            raise OptionError("enable_log_requests: only requests over HTTP are logged")
-        if resolved.has_front_ends:
-            raise OptionError("front_ends, front_end_addr: only the server has front ends")
-        if resolved.is_scalable:
-            raise OptionError("data_parallel_min, data_parallel_max: only a server adds and removes engines")
+        self._options = resolved = make_options(model, **options)
+        check_options(resolved)
         with_weights = resolved.load_format == "auto"
         directory = resolve_model(resolved.model, resolved.revision, resolved.download_dir, weights=with_weights)
-        self._options = resolved
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=run_loop, args=(self._loop,), name="serve-llm", daemon=True)
         thread.start()
@@ -118,8 +119,7 @@ class LLM(RefusedMethods):
             A dict may also hold "cache_salt": cached prefixes are shared between equal salts only.
         sampling_params: one for all, or one for each; by default those of the model's generation_config.json.
         lora_request: an adapter for all, or one or None for each: a `LoRARequest`, or the name of an adapter that is
-            loaded, by an earlier `LoRARequest` or `lora_modules`; needs enable_lora=True.
-        lora: the same, under a shorter name.
+            loaded, by an earlier `LoRARequest` or `lora_modules`; needs enable_lora=True. `lora` is a shorter name.
         priority: one for each prompt; lower values run first.
         Raises InvalidRequest (a ValueError) before anything runs if a prompt or parameter is invalid, AdapterError if
         an adapter cannot be served, GenerationFailed if the engine fails, and EngineError after `close`.
@@ -142,6 +142,7 @@ class LLM(RefusedMethods):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         tool_choice: str | Mapping[str, object] | None = None,
@@ -153,14 +154,14 @@ class LLM(RefusedMethods):
         """Answer one conversation, or a list of them, with messages and tools as in OpenAI's API.
 
         chat_template: Jinja source, used instead of the model's own template.
+        chat_template_content_format: contents are "string"s, lists of parts ("openai"), or what the template takes.
         lora_request, lora and what is raised: as in `generate`.
         """
         self._check_open()
         conversations = parse_chats(messages)
+        expanded = self._expand_params(len(conversations), sampling_params)
         prepared = []
-        for conversation, params in zip(
-            conversations, self._expand_params(len(conversations), sampling_params), strict=True
-        ):
+        for conversation, params in zip(conversations, expanded, strict=True):
             fields = {
                 "messages": conversation,
                 "tools": None if tools is None else [dict(tool) for tool in tools],
@@ -173,7 +174,7 @@ class LLM(RefusedMethods):
                 "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
             }
             turn = validate_body(ChatRequest, fields).to_turn(params, self._context.limits)
-            prepared.append(prepare_turn(turn, self._context))
+            prepared.append(prepare_turn(replace(turn, content_format=chat_template_content_format), self._context))
         self._add_adapters([request for _, request in prepared], lora_request, lora)
         return self._complete(prepared, use_tqdm)
 

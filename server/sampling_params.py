@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 import msgspec
@@ -147,6 +148,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
             raise InvalidRequest("ignore_eos and structured output exclude each other", "ignore_eos")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+
+    def clone(self) -> SamplingParams:
+        """Return a copy that shares nothing with this object, as vLLM's does."""
+        return copy.deepcopy(self)
 
     @property
     def stop_strings(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""For the class `LLM`: run many requests to completion, with a progress bar; explain which methods it does not have."""
+"""For the class `LLM`: run many requests to completion, with a progress bar, explain which methods it does not have,
+and refuse the server's options."""
 
 from __future__ import annotations
 
@@ -8,10 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.schema import Options
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.generation import Generation
 
 UseTqdm = bool | Callable[..., "tqdm[Any]"]  # whether to show a bar, or a replacement for tqdm
+
+
+def check_options(options: Options) -> None:
+    """Raise OptionError for an option that only a server can have."""
+    if options.otlp_traces_endpoint is not None:
+        raise OptionError("otlp_traces_endpoint: only requests over HTTP have traces")
+    if options.enable_log_requests:
+        raise OptionError("enable_log_requests: only requests over HTTP are logged")
+    if options.has_front_ends:
+        raise OptionError("front_ends, front_end_addr: only the server has front ends")
+    if options.is_scalable:
+        raise OptionError("data_parallel_min, data_parallel_max: only a server adds and removes engines")
 
 
 def create_bar(use_tqdm: UseTqdm, total: int) -> tqdm[Any]:

@@ -18,7 +18,7 @@ from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsuppo
 from serve_llm.server.prompt.context import JobContext, NeedsWorker
 from serve_llm.server.prompt.messages import count_calls
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.template import ChatTemplate, Message
+from serve_llm.server.prompt.template import CONTENT_FORMATS, ChatTemplate, ContentFormat, Message
 from serve_llm.server.prompt.validate import ReplyFormat, TextRequest, check_text, check_volume, prepare
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.structured_output.turn_form import TurnForm
@@ -46,6 +46,7 @@ class ChatTurn:
     continue_final_message: bool = False
     add_special_tokens: bool = False  # in addition to those that the template writes
     chat_template: str | None = None  # instead of the model's own
+    content_format: ContentFormat = "auto"
     chat_template_kwargs: Mapping[str, object] | None = None
     priority: int = 0
     cache_salt: str = ""
@@ -103,6 +104,12 @@ def render_turn(turn: ChatTurn, context: JobContext) -> str:
     """Render the prompt. Raises InvalidRequest, NeedsWorker."""
     if not turn.messages:
         raise InvalidRequest(f"{turn.param} must not be empty", turn.param)
+    if turn.content_format not in CONTENT_FORMATS:
+        allowed = ", ".join(CONTENT_FORMATS)
+        raise InvalidRequest(
+            f"chat_template_content_format must be one of {allowed}, not {turn.content_format!r}",
+            "chat_template_content_format",
+        )
     _check_template_kwargs(turn)
     template = _choose_template(turn, context)
     kwargs: dict[str, object] = {}
@@ -121,6 +128,7 @@ def render_turn(turn: ChatTurn, context: JobContext) -> str:
         continue_final_message=turn.continue_final_message,
         tools=[_describe_tool(tool) for tool in turn.tools],
         kwargs={**kwargs, **(turn.chat_template_kwargs or {})},
+        content_format=turn.content_format,
     )
 
 

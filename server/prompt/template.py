@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args
 
 import jinja2
 from jinja2 import meta, nodes
@@ -42,6 +42,10 @@ PROBE_TOOL: dict[str, object] = {
     },
 }
 """A tool for probing templates."""
+
+ContentFormat = Literal["auto", "string", "openai"]
+"""What contents templates get: texts, lists of parts, or what the template takes. vLLM's names."""
+CONTENT_FORMATS: tuple[str, ...] = get_args(ContentFormat)
 
 _PROBE_CONTENT = "probe content"
 
@@ -85,6 +89,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] = (),
         kwargs: Mapping[str, object] | None = None,
         max_characters: int = sys.maxsize,
+        content_format: ContentFormat = "auto",
     ) -> str:
         """The prompt text, including special tokens.
 
@@ -97,7 +102,7 @@ class ChatTemplate:
                 kwargs.setdefault("xml_tools", tools)
         if any(message.get("tool_calls") for message in messages) and self.wants_argument_text:
             messages = [_write_arguments(message) for message in messages]
-        messages = [self._choose_content(message) for message in messages]
+        messages = [self._choose_content(message, content_format) for message in messages]
         if continue_final_message:
             mark = f"continue-{secrets.token_hex(16)}"
             # The space after the mark shows whether the template strips contents.
@@ -144,15 +149,17 @@ class ChatTemplate:
             return _PROBE_CONTENT in found and "'text'" not in found and '"text"' not in found
         return False
 
-    def _choose_content(self, message: Message) -> Message:
-        """Convert the message's content to the form that the template takes: parts are joined as lines, unless the
-        template reads more than their text."""
+    def _choose_content(self, message: Message, content_format: ContentFormat) -> Message:
+        """Convert the message's content to this form. "auto": parts are joined as lines, unless the template reads more
+        than their text."""
         content = message.get("content")
-        if isinstance(content, list):
+        if isinstance(content, list) and content_format != "openai":
             fields = {name for part in content for name in part} - {"type", "text"}
-            if fields.isdisjoint(self.message_fields):
+            if content_format == "string" or fields.isdisjoint(self.message_fields):
                 content = join_parts(content)
-        if isinstance(content, str) and self.takes_parts_only:
+        if isinstance(content, str) and (
+            self.takes_parts_only if content_format == "auto" else content_format == "openai"
+        ):
             content = [{"type": "text", "text": content}]
         return message if content is message.get("content") else {**message, "content": content}
 

@@ -7,7 +7,7 @@ import msgspec
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.chat_turn import render_turn
 from serve_llm.server.prompt.context import JobContext, parse_openai_body
-from serve_llm.server.schema.common import read_fields
+from serve_llm.server.schema.json_text import read_fields
 from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 
 

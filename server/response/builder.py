@@ -150,7 +150,8 @@ class ChatBuilder(ResponseBuilder):
     plain_choice = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
 
     def build_events(self, delta: Delta) -> list[Json]:
-        """One event for the role, and one for each piece of the delta; the last one holds everything else."""
+        """One event for the role, and one for each piece of the delta; the last one holds everything else. None if
+        the delta has nothing to show yet."""
         news: list[Json] = [{"role": "assistant", "content": ""}] if delta.first else []
         if delta.first and self._opening_text:
             news.append({"content": self._opening_text})
@@ -158,8 +159,11 @@ class ChatBuilder(ResponseBuilder):
             news += self._describe_piece(piece, delta.index)
         if delta.finish_reason is not None:
             news += self._end_custom_call(delta.num_calls - 1, delta.index)
-        if len(news) == delta.first:  # only details
+        has_details = bool(delta.entries) or self._return_token_ids or delta.finish_reason is not None
+        if len(news) == delta.first and has_details:
             news.append({})
+        if not news:
+            return []
         *before, last = ({"index": delta.index, "delta": new, "logprobs": None, "finish_reason": None} for new in news)
         last["logprobs"] = self._logprobs(delta)
         events = [self.build_event([choice]) for choice in (*before, self._add_details(last, delta))]
@@ -207,7 +211,7 @@ class ChatBuilder(ResponseBuilder):
         return self._add_details({"index": delta.index, "message": message, "logprobs": self._logprobs(delta)}, delta)
 
     def _logprobs(self, delta: Delta) -> Json | None:
-        if self._num_logprobs is None:
+        if self._num_logprobs is None or not (delta.entries or delta.finish_reason):
             return None
         return chat_logprobs(delta.entries, self._num_logprobs, self._shown_texts)
 

@@ -96,9 +96,13 @@ class SSEEncoder:
             usage = build_usage(counts)
             for event in events:
                 event["usage"] = usage
-            if delta.first and len(events) > 1:  # the first one opens the message and contains no token
+            shows_tokens = bool(delta.ordered_pieces) or delta.finish_reason is not None
+            if delta.first and (
+                len(events) > 1 or not shows_tokens
+            ):  # the first one opens the message, without a token
                 events[0]["usage"] = build_usage(msgspec.structs.replace(counts, completion=self._num_shown))
-            self._num_shown = counts.completion
+            if len(events) > 1 or shows_tokens:
+                self._num_shown = counts.completion
         elif self._include_usage:
             for event in events:
                 event["usage"] = None

@@ -30,6 +30,7 @@ from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.prompt.validate import TextRequest
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.routes.request_log import RequestLog
+from serve_llm.server.schema.json_text import drop_mark
 from serve_llm.server.storage.responses import ResponseStore
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 VERSION = version("serve-llm")
 TIMEOUT_HEADER = "X-Request-Timeout"  # seconds from arrival after which the client no longer needs the response
+LONGEST_TIMEOUT = 1e9  # seconds; timers overflow far above it
+_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
 
 MAX_HEADER_CHARACTERS = 1000
 
@@ -79,9 +82,13 @@ class AppState:
         timeout = self.request_timeout
         header = request.headers.get(TIMEOUT_HEADER)
         if header is not None:
-            seconds = float(header) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", header, re.ASCII) else 0.0
+            seconds = float(header) if _NUMBER.fullmatch(header) else 0.0
             if seconds <= 0:
-                raise InvalidRequest(f"{TIMEOUT_HEADER} must be seconds, a number above 0", TIMEOUT_HEADER)
+                raise InvalidRequest(
+                    f"{TIMEOUT_HEADER} must be a number of seconds above 0, such as 2.5, not {header[:100]!r}",
+                    TIMEOUT_HEADER,
+                )
+            seconds = min(seconds, LONGEST_TIMEOUT)
             timeout = seconds if timeout is None else min(seconds, timeout)
         deadline = None if timeout is None else arrival + timeout
         return Caller(request.scope.get(TENANT) or 0, arrival, deadline, None)
@@ -148,7 +155,7 @@ class AppState:
                     raise TooLarge(f"the body is longer than {self.limits.body_bytes} bytes")
                 take(len(chunk))
                 chunks.append(chunk)
-            yield b"".join(chunks)
+            yield drop_mark(b"".join(chunks))
 
     def describe_ignored(self, request: Request, names: list[str]) -> dict[str, str]:
         """Count the fields of a request that have no effect. Returns the header that names them."""

@@ -11,10 +11,9 @@ import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
 from serve_llm.common.options.limits import Limits
-from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.sampling_params import (
     LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
@@ -25,6 +24,7 @@ from serve_llm.server.sampling_params import (
     RepetitionDetection,
     SamplingParams,
 )
+from serve_llm.server.schema.json_text import read_fields
 from serve_llm.server.schema.structured_output import ResponseFormat, StructuredOutputsField
 from serve_llm.server.schema.unknown_fields import find_nested_unknown
 from serve_llm.server.structured_output.params import StructuredOutputs
@@ -288,20 +288,6 @@ class ObjectList(BaseModel):
     has_more: bool
 
 
-def _check_depth(content: object, max_depth: int) -> None:
-    level = [content]
-    for _ in range(max_depth):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return
-    raise InvalidRequest(f"the body nests more than {max_depth} objects and lists")
-
-
 def parse_body(kind: type[Body], content: bytes, limits: Limits) -> Body:
     """Parse and check a request body. Raises InvalidRequest, which names the first invalid field, and TooLarge."""
     values = read_fields(content, limits)
@@ -340,21 +326,6 @@ def parse_by_policy(
     if ignores_unknown:
         return parse_lenient_body(kind, content, limits)
     return parse_body(kind, content, limits), []
-
-
-def read_fields(content: bytes, limits: Limits) -> dict[str, Any]:
-    """Read the JSON object in a body. Raises InvalidRequest, TooLarge."""
-    if sum(map(content.count, b",[{")) > limits.json_values:
-        raise TooLarge(f"the body holds more than {limits.json_values} values")
-    try:
-        values = from_json(content, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is malformed JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    if content.count(b"{") + content.count(b"[") > limits.json_depth:
-        _check_depth(values, limits.json_depth)
-    return values
 
 
 def validate_body(kind: type[Body], values: dict[str, Any]) -> Body:

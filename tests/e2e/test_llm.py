@@ -95,6 +95,12 @@ def test_a_template_for_one_call(llm: LLM) -> None:
     assert given.prompt_token_ids == llm.get_tokenizer().encode("import os", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="the chat template is not valid Jinja"):
         llm.chat(messages, params, use_tqdm=False, chat_template="{% broken")
+    shape = "{% if messages[0].content is string %}a{% else %}{{ messages[0].content[0].text }}{% endif %}"
+    asked = {"chat_template": shape, "use_tqdm": False}
+    (parts,) = llm.chat(messages, params, **asked, chat_template_content_format="openai")
+    assert parts.prompt_token_ids == given.prompt_token_ids
+    with pytest.raises(InvalidRequest, match="chat_template_content_format must be one of auto, string, openai"):
+        llm.chat(messages, params, **asked, chat_template_content_format="parts")
 
 
 def test_the_tokenizer_counts_and_renders_as_the_engine_does(llm: LLM) -> None:

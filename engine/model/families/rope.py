@@ -70,6 +70,8 @@ def _scaled(kind: str, scaling: ConfigReader, base: float, max_position: int) ->
         return ropes.RopeSpec(base, ropes.Llama3Scaling(scaling.number("factor"), low, high, original)), max_position
     if kind == "yarn":
         scaling.ignore("finetuned")  # how the model was made
+        if any(scaling.number(key, 1.0) != 1.0 for key in ("attn_factor", "extrapolation_factor")):  # vLLM's
+            raise ModelError("config.json: attn_factor and extrapolation_factor of yarn must be 1: only vLLM uses them")
         original = scaling.integer("original_max_position_embeddings", max_position)
         factor = scaling.number("factor", max_position / original)
         yarn = ropes.YarnScaling(
@@ -111,8 +113,7 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
 
 
 def score_factor(config: ConfigReader, rope: ropes.RopeSpec) -> float:
-    """The factor by which DeepSeek multiplies attention scores: YaRN's temperature for all dimensions, including those
-    that are not rotated. `_yarn_attention_factor` is the rest, which is part of cos and sin."""
+    """Factor of DeepSeek's attention scores: YaRN's temperature for all dimensions. Cos and sin hold the rest."""
     scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
     if scaling is None or not isinstance(rope.scaling, ropes.YarnScaling):
         return 1.0

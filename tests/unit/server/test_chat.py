@@ -182,6 +182,19 @@ def test_continuous_usage_begins_before_the_first_token(served: Served) -> None:
     assert shown == sorted(shown) and (shown[0], shown[-1]) == (0, 6)
 
 
+def test_a_token_without_text_has_no_event(served: Served) -> None:
+    """OpenAI sends no event with an empty delta, except for the last one."""
+    options = {"continuous_usage_stats": True}
+    held = {"stop": f"{TEXT[:12]}~", "max_tokens": 8, "stream_options": options}  # the first text may begin the string
+    found = events(served.chat(**held, stream=True))
+    deltas = [event.choices[0].delta for event in found]
+    assert deltas[0].role == "assistant" and all(delta.content for delta in deltas[1:])
+    shown = [event.usage.completion_tokens for event in found]
+    assert shown[0] == 0 and shown[1] > 1 and shown[-1] == 8
+    with_logprobs = events(served.chat(**held, logprobs=True, stream=True))
+    assert with_logprobs[0].choices[0].logprobs is None
+
+
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 

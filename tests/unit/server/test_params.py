@@ -257,3 +257,14 @@ def test_types_of_structured_outputs(given: dict[str, object], message: str) -> 
 
 def test_choices_may_be_a_tuple() -> None:
     assert StructuredOutputs(choice=("a", "b")).choice == ["a", "b"]  # type: ignore[arg-type]
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = SamplingParams(
+        stop=["a"], logit_bias={1: 2.0}, structured_outputs=StructuredOutputs(json={"type": "null"})
+    )
+    clone = params.clone()
+    assert clone == params
+    clone.stop.append("b")  # type: ignore[union-attr]
+    clone.structured_outputs.json.clear()  # type: ignore[union-attr]
+    assert params.stop == ["a"] and params.structured_outputs == StructuredOutputs(json={"type": "null"})

@@ -66,6 +66,17 @@ def test_a_template_that_takes_texts_gets_texts() -> None:
     assert render(PLAIN, [{"role": "user", "content": parts}]) == "<s>[user] a\nb\n[assistant]"
 
 
+def test_the_form_of_contents_can_be_chosen() -> None:
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a", "lang": "de"}, {"type": "text", "text": "b"}]}]
+    assert render(PARTS, talk, content_format="openai") == "user:[a/de][b]"
+    assert render("{{ messages[0].content }}", talk, content_format="string") == "a\nb"
+    shape = "{{ 'text' if messages[0].content is string else messages[0].content | length }}"
+    assert render(shape, talk) == "text"
+    assert render(shape, talk, content_format="openai") == "2"
+    assert render(shape, [{"role": "user", "content": "a"}], content_format="openai") == "1"
+    assert render("{% for p in messages[0].content %}{{ p.lang }}.{% endfor %}", talk, content_format="string") == "..."
+
+
 def test_json_is_not_escaped_for_html() -> None:
     value = "<\u00e9>&'"
     assert render("{{ messages[0].content | tojson }}", [{"role": "user", "content": value}]) == f'"{value}"'

@@ -383,6 +383,13 @@ def test_yarn_temperature() -> None:
     assert factor(mscale=0.7, mscale_all_dim=0.7) == 1.0
     assert factor(mscale=1.0, mscale_all_dim=0.5) == pytest.approx(1.1386294 / 1.0693147)
     assert factor(attention_factor=1.5) == 1.5
+    assert factor(attn_factor=1, extrapolation_factor=1.0) == factor(), (
+        "vLLM's keys, with the values that change nothing"
+    )
+    with pytest.raises(ModelError, match="attn_factor and extrapolation_factor of yarn must be 1"):
+        factor(attn_factor=1.3)
+    with pytest.raises(ModelError, match="yarn must be 1"):
+        factor(extrapolation_factor=2)
 
 
 def test_importing_it_needs_no_torch() -> None:
