@@ -106,6 +106,19 @@ def translate_items(
     return translator.messages, translator.skipped
 
 
+def continues_reply(items: str | Sequence[Item], history: Sequence[Item], messages: Sequence[Message]) -> bool:
+    """Whether the conversation ends with an incomplete message of the assistant, which the reply continues.
+
+    messages: from `translate_items`.
+    """
+    last = history[-1] if history else None
+    if items:
+        last = None if isinstance(items, str) else items[-1]
+    if last is None or read_kind(last) != "message" or last.get("status") not in ("incomplete", "in_progress"):
+        return False
+    return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
 def describe_items(items: str | Sequence[Item], response_id: str) -> list[StoredItem]:
     """Describe the items of a request as they are stored: each with an id and all fields, messages with parts. Call it
     after `translate_items`, which checks them. response_id: without prefix; new ids contain it."""

@@ -46,9 +46,12 @@ def responses(content: bytes, context: JobContext, stored: StoredContext | None 
     turn, skipped = body.to_turn(params, context.limits, history)
     is_stored = stored is not None and body.store is not False
     _, request = prepare_turn(turn, context)
+    if body.request_id is not None and is_stored:
+        skipped.append("request_id")  # stored responses have unique ids
     return ValidGenerateRequest(
         request=request,
         model=model,
+        request_id="" if is_stored else (body.request_id or "").removeprefix("resp_"),
         stream=bool(body.stream),
         include_usage=True,
         ignored_fields=join_ignored(ignored, skipped + body.find_ignored_includes()),

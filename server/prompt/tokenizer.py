@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from serve_llm.common.errors import ModelError
 from serve_llm.common.hub import read_json
 from serve_llm.common.tokenizer_files import find_tokenizer
+from serve_llm.server.http.errors import InvalidRequest
 
 Side = Literal["left", "right"]
 Encoded = tuple[list[int], int | None]  # ids, and the index at which the second text's token type begins, if it does
@@ -81,8 +82,16 @@ class Tokenizer:
         self.longest_token = longest if isinstance(rust.model, BPE) else None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. Releases the GIL, which the library's own `encode` does not."""
-        ids: list[int] = self.rust.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        """Ids of a text. Releases the GIL, which the library's own `encode` does not. Raises InvalidRequest."""
+        try:
+            ids: list[int] = self.rust.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            if (lone := re.search("[\ud800-\udfff]", text)) is None:
+                raise
+            raise InvalidRequest(
+                f"a text holds a lone surrogate, {lone[0]!r} at index {lone.start()}: half of a character, which no "
+                "text can have"
+            ) from None
         return ids
 
     def _find_begin_id(self) -> int | None:

@@ -28,7 +28,7 @@ class CompactionBuilder:
         summary = "".join(piece.text for piece in delta.ordered_pieces if isinstance(piece, ContentPiece)).strip()
         if not summary:
             raise GenerationFailed("the model wrote no summary of the conversation")
-        response_id = self._meta.id.rpartition("-")[2]
+        response_id = self._meta.id.partition("-")[2]
         kept = [msgspec.Raw(item.content) for item in describe_items(self._kept_messages, response_id)]
         compaction = {"id": f"cmp_{response_id}", "type": "compaction", "encrypted_content": encrypt_text(summary)}
         return encode_json(

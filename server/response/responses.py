@@ -156,7 +156,7 @@ class ResponsesBuilder:
     """Builds `schema.responses.ResponseReply`."""
 
     def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
-        response_id = meta.id.rpartition("-")[2]
+        response_id = meta.id.partition("-")[2]
         self.items = ReplyItems(response_id, parsed.tool_items, parsed.encrypts_reasoning, parsed.is_compaction)
         self.id = f"resp_{response_id}"
         self.final: Json | None = None  # the response once it has ended

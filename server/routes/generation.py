@@ -139,7 +139,7 @@ class GenerationResponse(Response, Generic[Builder]):
         """Raises RequestError."""
         state = self._state
         parsed = await self.parse(caller.deadline)
-        meta = state.build_meta(self._endpoint.id_prefix, parsed.model, self.response_id or parsed.request_id)
+        meta = state.build_meta(self._endpoint.id_prefix, parsed.model, parsed.request_id or self.response_id)
         ignored = state.describe_ignored(self._request, parsed.ignored_fields)
         headers = [(name.encode(), value.encode()) for name, value in ignored.items()]
         builder = self._endpoint.create_builder(state.model.tokenizer, parsed, meta)

@@ -15,11 +15,12 @@ from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, ResponseNotFound, Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn
-from serve_llm.server.prompt.items import ToolItem, read_kind, translate_items
+from serve_llm.server.prompt.items import ToolItem, continues_reply, read_kind, translate_items
 from serve_llm.server.sampling_params import RANGES, SamplingParams
 from serve_llm.server.schema.common import (
     Biases,
     Ignored,
+    RequestId,
     Strings,
     TranslatedBody,
     check_cache_salt,
@@ -139,6 +140,7 @@ class InputTokensRequest(TranslatedBody):
         if self.is_compaction:
             messages.append({"role": "user", "content": SUMMARY_REQUEST})
             tool_choice = ToolChoice("none")
+        continues = not self.is_compaction and continues_reply(items, history or (), messages)
         turn = ChatTurn(
             messages=messages,
             params=params,
@@ -147,6 +149,8 @@ class InputTokensRequest(TranslatedBody):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
             param="input",
             max_tokens_param="max_output_tokens",
             default_max_tokens=MAX_SUMMARY_TOKENS if self.is_compaction else None,
@@ -227,6 +231,7 @@ class ResponsesRequest(InputTokensRequest):
     thinking_token_budget: int | None = ranged("thinking_token_budget", "Tokens of reasoning; -1: no limit.")
     priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
     cache_salt: str | None = Field(default=None, description="Prefixes are shared between equal salts only.")
+    request_id: RequestId | None = None
 
     def check(self, has_store: bool, limits: Limits) -> None:
         """Raises InvalidRequest, Unsupported."""

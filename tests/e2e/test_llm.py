@@ -183,6 +183,16 @@ def test_wrong_types_never_reach_the_engine(llm: LLM) -> None:
             llm.generate(["x"], given)  # type: ignore[arg-type]
 
 
+def test_a_lone_surrogate_is_named(llm: LLM) -> None:
+    for call in (
+        lambda: llm.generate("a\ud800"),
+        lambda: llm.chat([{"role": "user", "content": "\ud800"}]),
+        lambda: llm.generate("a", SamplingParams(bad_words=["\udc00"])),
+    ):
+        with pytest.raises(InvalidRequest, match=r"lone surrogate, '\\ud[8c]00' at index \d+"):
+            call()
+
+
 def test_a_request_that_the_engine_cannot_read_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_llm.server.sampling_params.convert_fields", lambda struct: None)
     with pytest.raises(GenerationFailed, match="max_tokens"):

@@ -199,3 +199,26 @@ def test_a_grammar_that_is_not_enforced_as_it_is_is_named(served: Served, gramma
     reply = served.post("/v1/responses", {"input": "Hi", "tools": [{"type": "custom", "name": "f", "format": format}]})
     assert reply.status == 200, reply.content
     assert reply.headers.get("x-ignored-fields") == (None if is_exact else "tools[0].format")
+
+
+@pytest.mark.parametrize("status", ["incomplete", "in_progress"])
+def test_an_incomplete_message_at_the_end_is_continued(served: Served, status: str) -> None:
+    cut: Json = {"type": "message", "role": "assistant", "status": status, "content": "Hel"}
+    cut["content"] = [{"type": "output_text", "text": "Hel"}]
+    assert ask(served, cut).status == 200
+    continued = read_prompt(served)
+    chat = {"messages": [HELLO, {"role": "assistant", "content": "Hel"}], "continue_final_message": True}
+    assert served.chat(**chat).status == 200
+    assert continued == read_prompt(served) and continued.endswith("Hel")
+    for items in ([{**cut, "status": "completed"}], [cut, GO_ON], [cut, {**CUT, "status": None, "arguments": "{}"}]):
+        assert ask(served, *items).status == 200
+        assert not read_prompt(served).endswith("Hel")
+
+
+def test_the_request_may_choose_the_id(served: Served) -> None:
+    for given in ("a-b_c", "resp_a-b_c"):
+        reply = served.post("/v1/responses", {"input": "Hi", "request_id": given})
+        assert reply.json()["id"] == "resp_a-b_c"  # type: ignore[index]
+        assert "x-ignored-fields" not in reply.headers
+    refused = served.post("/v1/responses", {"input": "Hi", "request_id": "a b"})
+    assert refused.status == 400 and refused.json()["error"]["param"] == "request_id"  # type: ignore[index]

@@ -57,6 +57,24 @@ def test_nothing_is_stored_unless_asked(serve_stored: Serve, serve: Serve) -> No
     assert reply.status == 404 and "--responses-store" in reply.json()["error"]["message"]  # type: ignore[index]
 
 
+def test_only_what_is_not_stored_has_the_id_of_the_request(serve_stored: Serve) -> None:
+    served = serve_stored()
+    reply = served.post(PATH, {"input": "Hi", "request_id": "x", "store": False})
+    assert reply.json()["id"] == "resp_x"  # type: ignore[index]
+    reply = served.post(PATH, {"input": "Hi", "request_id": "x"})
+    assert reply.json()["id"] != "resp_x" and reply.headers["x-ignored-fields"] == "request_id"  # type: ignore[index]
+
+
+def test_an_incomplete_response_is_continued_without_input(serve_stored: Serve) -> None:
+    served = serve_stored("Hello, you there.")
+    first = ask(served, max_output_tokens=2)
+    begun = first["output"][0]["content"][0]["text"]
+    served.post(PATH, {"previous_response_id": first["id"]})
+    assert begun and last_prompt(served).endswith(begun)
+    served.post(PATH, {"previous_response_id": first["id"], "input": "Go on"})
+    assert not last_prompt(served).endswith(begun)
+
+
 @pytest.mark.parametrize("text", ["Hello.", "<think>\nHm.\n</think>\n\nHello.", write_call("clock")])
 def test_a_continued_conversation_is_the_replayed_one(serve_stored: Serve, text: str) -> None:
     served = serve_stored(text)
