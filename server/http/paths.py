@@ -1,12 +1,19 @@
-"""Equivalent forms of a request: a trailing slash in the path, and HEAD instead of GET."""
+"""Equivalent forms of a request: slashes too many in the path, and HEAD instead of GET."""
 
 from __future__ import annotations
 
+import re
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# Where a base URL is joined with a route, often with a slash too many. Elsewhere, slashes may be part of a name, or hide
+# a path from a proxy that guards it.
+_BASE = re.compile(rb"\A/+(v\d+)/+")
 
 
 class PathMiddleware:
-    """ASGI middleware that ignores a trailing slash and answers HEAD like GET, without the body."""
+    """ASGI middleware that ignores doubled slashes around /v1 and a trailing one, and answers HEAD like GET,
+    without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -15,9 +22,10 @@ class PathMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"].endswith("/") and scope["path"].strip("/"):
-            raw_path = scope.get("raw_path") or scope["path"].encode()
-            scope = {**scope, "path": scope["path"].removesuffix("/"), "raw_path": raw_path.removesuffix(b"/")}
+        path: str = scope["path"]
+        if path.strip("/") and (path.endswith("/") or "//" in path):
+            raw_path = scope.get("raw_path") or path.encode()
+            scope = {**scope, "path": _simplify(path.encode()).decode(), "raw_path": _simplify(raw_path)}
         if scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
@@ -28,3 +36,7 @@ class PathMiddleware:
             await send(message)
 
         await self.app({**scope, "method": "GET"}, receive, send_head)
+
+
+def _simplify(path: bytes) -> bytes:
+    return _BASE.sub(rb"/\1/", path).removesuffix(b"/")

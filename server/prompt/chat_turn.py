@@ -35,6 +35,7 @@ class ChatTurn:
     `params.max_tokens`."""
 
     messages: Sequence[Message]
+    skipped: Sequence[str] = ()  # places of what `messages` leaves out
     params: SamplingParams
     tools: Sequence[Tool] = ()
     documents: Sequence[Mapping[str, object]] = ()  # for templates that show them

@@ -55,6 +55,7 @@ def chat(content: bytes, context: JobContext) -> ValidGenerateRequest:
     ignored += body.ineffective_fields
     ignored += drop_budget(params, body.budget_hint, context.model)
     turn = body.to_turn(params, context.limits)
+    ignored += turn.skipped
     _, request = prepare_turn(turn, context)
     opening_text = read_text(turn.messages[-1]) if body.echo and turn.messages[-1]["role"] == "assistant" else ""
     generate = _generate(request, body, context.model, ignored, opening_text)

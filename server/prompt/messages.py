@@ -23,13 +23,16 @@ _TEXT_FIELDS: dict[object, str] = {
 """By the type of a part, the field that holds its text."""
 
 
-def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+def plain_messages(messages: Sequence[Mapping[str, object]]) -> tuple[list[Message], list[str]]:
     """Drop null fields, convert contents to a text or to parts of type text, arguments of tool calls to objects, and
     the reasoning of earlier turns to `reasoning`. Other fields stay unchanged.
 
-    Raises Unsupported, InvalidRequest.
+    Leaves out calls whose arguments were truncated, which no template could show, and their outputs; also returns their
+    places. Raises Unsupported, InvalidRequest.
     """
     plain = []
+    skipped = []
+    cut_ids: set[object] = set()  # of truncated calls
     names: dict[object, object] = {}  # functions called, by the id of the call
     for index, message in enumerate(messages):
         param = f"messages[{index}]"
@@ -42,7 +45,16 @@ def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
         fields["content"] = content
         if reasoning is not None and not fields.get("reasoning"):
             fields["reasoning"] = reasoning
+        if fields.get("role") == "tool" and fields.get("tool_call_id") in cut_ids:
+            skipped.append(param)
+            continue
         calls = fields.pop("tool_calls", None)
+        if isinstance(calls, list) and (cut := [number for number, call in enumerate(calls) if _is_cut(call)]):
+            cut_ids |= {calls[number].get("id") for number in cut} - {None}
+            skipped += [f"{param}.tool_calls[{number}]" for number in cut]
+            calls = [call for number, call in enumerate(calls) if number not in cut]
+            if not (calls or content or reasoning):
+                continue
         if calls:
             parsed = _parse_calls(calls, f"{param}.tool_calls")
             names |= {call["id"]: call["function"]["name"] for call in parsed if "id" in call}  # type: ignore[index]
@@ -50,7 +62,7 @@ def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
         if fields.get("role") == "tool" and "name" not in fields and fields.get("tool_call_id") in names:
             fields["name"] = names[fields["tool_call_id"]]
         plain.append(fields)
-    return plain
+    return plain, skipped
 
 
 def read_text(message: Message) -> str:
@@ -127,6 +139,12 @@ def _parse_custom_call(call: Mapping[str, object], custom: object, param: str) -
     return {**others, "type": "function", "function": function}
 
 
+def _is_cut(call: object) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    return isinstance(arguments, str) and begins_object(arguments)
+
+
 def begins_object(text: str) -> bool:
     """Whether the text is a truncated JSON object."""
     if not text.lstrip().startswith("{"):
@@ -142,7 +160,7 @@ def parse_arguments(arguments: object, param: str) -> dict[str, object]:
     """The arguments of an earlier call, which may be JSON text. Raises InvalidRequest."""
     if isinstance(arguments, Mapping):
         return dict(arguments)
-    if arguments is None or arguments == "":
+    if arguments in (None, "", "null"):
         return {}
     problem = "it must be a text"
     if isinstance(arguments, str):

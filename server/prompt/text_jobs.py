@@ -32,7 +32,9 @@ def tokenize(content: bytes, context: JobContext) -> TokenizeResult:
     body.check()
     tokenizer = context.model.tokenizer
     if body.messages is not None:
-        text = render_turn(body.to_turn(context.limits), context)
+        turn = body.to_turn(context.limits)
+        ignored += turn.skipped
+        text = render_turn(turn, context)
         add_special_tokens = bool(body.add_special_tokens)
     else:
         text = body.prompt or ""

@@ -141,8 +141,8 @@ class AppState:
     async def reading_body(self, request: Request) -> AsyncIterator[bytes]:
         """Read the body, which counts as being read until the context ends. Raises RequestError."""
         self.dispatcher.check()
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding != "identity":
+        encoding = request.headers.get("content-encoding", "")
+        if encoding.lower() not in ("", "identity"):
             raise Unsupported(
                 f"Content-Encoding {encoding} is not supported: send the body as it is", "Content-Encoding"
             )

@@ -149,8 +149,10 @@ class TemplateBody(RequestBody):
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
             )
+        plain, skipped = plain_messages(messages)
         return ChatTurn(
-            messages=plain_messages(messages),
+            messages=plain,
+            skipped=skipped,
             params=params,
             tools=read_tools(self.tools or [], limits),
             documents=self.documents or [],

@@ -341,10 +341,13 @@ def validate_body(kind: type[Body], values: dict[str, Any]) -> Body:
     if problem == "extra_forbidden":
         raise InvalidRequest(f"unknown field {param}", param)
     # A field that allows several types has one problem per type.
-    reasons = dict.fromkeys(
-        entry["msg"].removeprefix("Value error, ") for entry in problems if _path(entry["loc"]) == param
-    )
+    reasons = dict.fromkeys(_reword(entry["msg"]) for entry in problems if _path(entry["loc"]) == param)
     raise InvalidRequest(f"{param}: {'; or: '.join(reasons)}", param)
+
+
+def _reword(message: str) -> str:
+    """Drop what only this program's source would explain."""
+    return re.sub(r"^Value error, | or instance of \w+", "", message)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

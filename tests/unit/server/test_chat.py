@@ -243,7 +243,7 @@ BAD: list[tuple[dict[str, object], str, str | None]] = [
     ({"tools": [FUNCTION], "tool_choice": 1}, "tool_choice", None),
     ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
      "tool_choice.allowed_tools.tools", None),
-    (assistant(call("{")), "messages[1].tool_calls[0].function.arguments", None),
+    (assistant(call("{1")), "messages[1].tool_calls[0].function.arguments", None),
     (assistant(call("{}"), call("[1]")), "messages[1].tool_calls[1].function.arguments", None),
     (assistant(call('{"a": NaN}')), "messages[1].tool_calls[0].function.arguments", None),
     (assistant(call(3)), "messages[1].tool_calls[0].function.arguments", None),

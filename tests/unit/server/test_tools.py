@@ -281,3 +281,24 @@ def test_a_template_that_does_not_show_tools_refuses_them(
     assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
     assert "chat template" in reply.json()["error"]["message"]
     assert served.chat(tools=TOOLS, tool_choice="none").status == 200
+
+
+def test_a_truncated_call_is_left_out_with_its_output(serve_text: Callable[..., Served]) -> None:
+    """Otherwise an agent whose model was cut at max_tokens could never continue its conversation."""
+    served = serve_text("Hello.")
+    user = {"role": "user", "content": "Hi"}
+    cut = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "Eur'}}
+    whole = {"id": "2", "type": "function", "function": {"name": "clock", "arguments": "null"}}
+    outputs = [{"role": "tool", "tool_call_id": one, "content": f"out {one}"} for one in ("1", "2")]
+    assert served.chat(messages=[user, user], tools=TOOLS).status == 200
+    without = prompt_text(served)
+    calls = {"role": "assistant", "content": None, "tool_calls": [cut]}
+    reply = served.chat(messages=[user, calls, outputs[0], user], tools=TOOLS)
+    assert reply.headers["x-ignored-fields"] == "messages[1].tool_calls[0], messages[2]"
+    assert prompt_text(served) == without
+    reply = served.chat(messages=[user, {**calls, "tool_calls": [cut, whole]}, *outputs, user], tools=TOOLS)
+    assert reply.headers["x-ignored-fields"] == "messages[1].tool_calls[0], messages[2]"
+    assert "out 2" in prompt_text(served) and "out 1" not in prompt_text(served)
+    body = {"messages": [user, calls, user]}
+    tokenized = served.post("/tokenize", body)
+    assert tokenized.status == 200 and tokenized.headers["x-ignored-fields"] == "messages[1].tool_calls[0]"
