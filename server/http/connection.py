@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 SECTION_BYTES = 2**20  # a client may take `stall_seconds` per section of a body, which limits the total time
 POLL_SECONDS = 0.05  # between two checks for open connections
 TICK_SECONDS = 1.0  # between two updates of the date header
+KEEP_ALIVE_SECONDS = 75.0
+"""How long a connection may be idle between two requests. Clients and load balancers often keep connections for 60 s; a
+request that crosses the server's closing is lost."""
+DRAIN_IDLE_SECONDS = 5.0  # the same while draining
 LINGER_SECONDS = 5.0  # time for a client to read why its request was refused
 
 Message = MutableMapping[str, Any]
@@ -163,6 +167,12 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._section_bytes = 0
         super().on_response_complete()
+
+    def shorten_keep_alive(self) -> None:
+        """Close the connection soon if no request comes."""
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = self.loop.call_later(DRAIN_IDLE_SECONDS, self.timeout_keep_alive_handler)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
@@ -317,6 +327,7 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,  # type: ignore[arg-type]
             timeout_graceful_shutdown=1,
         )
         _check_readable({"--ssl-keyfile": ssl_keyfile, "--ssl-certfile": ssl_certfile})
@@ -353,10 +364,13 @@ class HttpServer(uvicorn.Server):
 
     def stop_accepting(self) -> None:
         """Accept no more connections, and close each one after its next response. An idle connection stays open until
-        the client closes it or the usual timeout ends it, because closing it could lose a request in transit."""
+        the client closes it or for a few more seconds, because closing it could lose a request in transit."""
         self._drain.has_begun = True
         for server in self.servers:
             server.close()
+        for connection in self.server_state.connections:
+            if isinstance(connection, Connection):
+                connection.shorten_keep_alive()
 
     async def wait_until_idle(self, seconds: float) -> None:
         """Wait at most this long until no connection is open."""

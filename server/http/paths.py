@@ -6,8 +6,8 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Where a base URL is joined with a route, often with a slash too many. Elsewhere, slashes may be part of a name, or hide
-# a path from a proxy that guards it.
+# Where a base URL is joined with a route, often with a slash too many. Elsewhere, slashes may be part of a name, or
+# hide a path from a proxy that guards it.
 _BASE = re.compile(rb"\A/+(v\d+)/+")
 
 

@@ -1,4 +1,4 @@
-"""Stopping the HTTP server without the base class's polling ten times a second."""
+"""Stopping the HTTP server without the base class's polling ten times a second, and idle connections."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def test_it_ends_when_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch, from_
                 thread.join()
             else:
                 server.should_exit = True
+            await asyncio.wait_for(serving, 60)
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_connection_outlives_those_of_load_balancers_but_ends_with_a_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "DRAIN_IDLE_SECONDS", 0.0)
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
+            assert server.config.timeout_keep_alive > 60
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+            server.stop_accepting()
+            assert await asyncio.wait_for(reader.read(), 60) == b""
+            writer.close()
+            server.should_exit = True
             await asyncio.wait_for(serving, 60)
 
     asyncio.run(scenario())
