@@ -302,3 +302,20 @@ def test_a_truncated_call_is_left_out_with_its_output(serve_text: Callable[..., 
     body = {"messages": [user, calls, user]}
     tokenized = served.post("/tokenize", body)
     assert tokenized.status == 200 and tokenized.headers["x-ignored-fields"] == "messages[1].tool_calls[0]"
+
+
+def test_the_old_form_of_calls_in_messages_is_read(serve_text: Callable[..., Served]) -> None:
+    served = serve_text("Hello.")
+    user = {"role": "user", "content": "Hi"}
+    new = {"role": "assistant", "content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": CALL}]}
+    assert (
+        served.chat(messages=[user, new, {"role": "tool", "tool_call_id": "call_0", "content": "Rain"}]).status == 200
+    )
+    expected = prompt_text(served)
+    old = {"role": "assistant", "content": None, "function_call": CALL}
+    output = {"role": "function", "name": "get_weather", "content": "Rain"}
+    assert served.chat(messages=[user, old, output]).status == 200
+    assert prompt_text(served) == expected and "Oslo" in expected
+    for call in ({"arguments": "{}"}, {"name": []}, "x"):
+        refused = served.chat(messages=[user, {**old, "function_call": call}])
+        assert refused.status == 400 and refused.json()["error"]["param"] == "messages[1].function_call.name"
