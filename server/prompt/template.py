@@ -228,7 +228,7 @@ def _chosen_source(chosen: str) -> str:
     if "{%" in chosen or "{{" in chosen:
         return chosen
     try:
-        return Path(chosen).expanduser().read_text(encoding="utf-8")
+        return Path(chosen).expanduser().read_text(encoding="utf-8-sig")  # editors may write a byte order mark
     except OSError as error:
         raise OptionError(f"--chat-template {chosen}: {error.strerror}; give a file, or the template itself") from None
     except UnicodeDecodeError as error:

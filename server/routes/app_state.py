@@ -146,13 +146,16 @@ class AppState:
             raise Unsupported(
                 f"Content-Encoding {encoding} is not supported: send the body as it is", "Content-Encoding"
             )
+        too_large = TooLarge(f"the body is longer than {self.limits.body_bytes} bytes")
+        if int(request.headers.get("content-length", 0)) > self.limits.body_bytes:
+            raise too_large  # before it is sent, to a client that waits for 100 Continue
         with self.bodies.reading() as take:
             chunks = []
             size = 0
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > self.limits.body_bytes:
-                    raise TooLarge(f"the body is longer than {self.limits.body_bytes} bytes")
+                    raise too_large
                 take(len(chunk))
                 chunks.append(chunk)
             yield drop_mark(b"".join(chunks))

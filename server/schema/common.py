@@ -305,6 +305,8 @@ def _find_unknown_fields(kind: type[Body], values: dict[str, Any]) -> list[str]:
 def _build_unknown_field_error(kind: type[Body], name: str) -> InvalidRequest:
     if issubclass(kind, RequestBody) and (reason := kind.explain_unknown(name)):
         return Unsupported(f"{name} is not supported; {reason}", name)
+    if name == "extra_body":
+        return InvalidRequest("extra_body is an argument of OpenAI's client; send its fields beside the others", name)
     close = difflib.get_close_matches(name, kind.model_fields, n=1, cutoff=0.7)
     suggestion = f"; did you mean {close[0]}?" if close else ""
     return InvalidRequest(f"unknown field {name}{suggestion}", name)

@@ -26,3 +26,8 @@ def test_what_is_wrong_with_the_text_of_a_body_is_explained(served: Served, body
 
 def test_a_byte_order_mark_is_ignored(served: Served) -> None:
     assert served.post("/v1/completions", b'\xef\xbb\xbf{"prompt": "x"}').status == 200
+
+
+def test_a_body_that_will_be_too_long_is_refused_before_it_is_read(served: Served) -> None:
+    reply = served.post("/v1/completions", {"prompt": "x"}, {"content-length": str(2**40)})
+    assert reply.status == 413 and "longer than" in reply.json()["error"]["message"]  # type: ignore[index]

@@ -327,3 +327,8 @@ def test_a_bad_field_is_named(served: Served, body: dict[str, object], param: st
     for reply in (served.complete(**body), served.chat(**body)):
         assert (reply.status, reply.json()["error"]["param"]) == (400, param)
     assert served.engine.submitted == []
+
+
+def test_a_body_inside_the_body_is_explained(served: Served) -> None:
+    for reply in (served.chat(extra_body={"top_k": 1}), served.complete(extra_body={"top_k": 1})):
+        assert reply.status == 400 and "send its fields beside the others" in reply.json()["error"]["message"]  # type: ignore[index]

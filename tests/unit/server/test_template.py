@@ -189,7 +189,9 @@ def test_arguments_of_history_have_the_form_that_the_template_wants(written: str
 def test_a_chosen_template_is_a_file_or_itself(tmp_path: Path) -> None:
     write(tmp_path, "chat_template.jinja", "the checkpoint's")
     write(tmp_path, "mine.jinja", "mine")
-    for chosen, text in ((str(tmp_path / "mine.jinja"), "mine"), ("{{ 'inline' }}", "inline")):
+    (tmp_path / "marked.jinja").write_bytes(b"\xef\xbb\xbfmarked")
+    paths = [(str(tmp_path / f"{name}.jinja"), name) for name in ("mine", "marked")]
+    for chosen, text in (*paths, ("{{ 'inline' }}", "inline")):
         template = load_template(chosen, tmp_path, {})
         assert template is not None and template.render([]) == text
     with pytest.raises(OptionError, match="--chat-template"):
