@@ -32,7 +32,7 @@ def plain_messages(messages: Sequence[Mapping[str, object]]) -> tuple[list[Messa
     """
     plain = []
     skipped = []
-    cut_ids: set[object] = set()  # of truncated calls
+    cut_ids: set[object] = set()  # those of truncated calls
     names: dict[object, object] = {}  # functions called, by the id of the call
     old_ids: dict[object, str] = {}  # ids of calls in `function_call`, by the function's name
     for index, message in enumerate(messages):
