@@ -15,7 +15,7 @@ from serve_llm.kernels.linear_fp8 import DTYPE, LARGEST, SMALLEST_ROW
 from serve_llm.kernels.linear_fp8_blocks import BLOCK, SCALES
 from serve_llm.kernels.triton.norm import dense_rows, row_sizes
 
-BLOCKS = 16  # of a program: each thread of 4 warps holds 16 numbers, the bytes of one store
+BLOCKS = 16  # that a program computes: each thread of 4 warps holds 16 numbers, the bytes of one store
 
 
 def quantise_rows(x: Tensor, width: int, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
