@@ -7,6 +7,7 @@ The server reads it even if the engine is stopped, hangs in a step, or was kille
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from array import array
@@ -32,9 +33,11 @@ class Heartbeat:
     """A memory-mapped file, created by the server and written by the engine."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
+        """Raises OSError if the disk is full."""
         with path.open("w+b" if create else "r+b") as file:
             if create:
-                file.truncate(_FIELDS.size + 8 * CAPACITY)  # sparse: pages are allocated on write
+                # With all its blocks: on a full disk, access to a hole of a mapped file ends the process by SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, _FIELDS.size + 8 * CAPACITY)
             self._memory = mmap.mmap(file.fileno(), 0)
         self._beats = 0
         self._since = 0.0

@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -23,20 +24,29 @@ from serve_llm.server.metrics.meter import Meter
 
 Sink = Callable[[EngineCoreOutput], None]
 
+# One for all engines of this process: without files or threads for a further context, libzmq ends the process, while it
+# reports that it has none for a further socket.
+_CONTEXT = zmq.asyncio.Context()
+
 
 class EngineClient:
     """Create and use it inside one running event loop."""
 
     def __init__(self, meter: Meter) -> None:
-        """meter: counts the engine's steps and advances the clock."""
-        self.directory = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user can connect
-        self.address = f"ipc://{self.directory}/engine"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)  # sends never block; admission bounds the open requests
-        self._socket.linger = 0
-        self._socket.bind(self.address)
-        self.heartbeat = Heartbeat(heartbeat_path(self.address), create=True)
+        """meter: counts the engine's steps and advances the clock. Raises OSError or ZMQError if there is no room for
+        further files."""
+        with contextlib.ExitStack() as on_failure:
+            self.directory = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user can connect
+            on_failure.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            self.address = f"ipc://{self.directory}/engine"
+            self.heartbeat = Heartbeat(heartbeat_path(self.address), create=True)
+            on_failure.callback(self.heartbeat.close)
+            self._socket = _CONTEXT.socket(zmq.PAIR)
+            on_failure.callback(self._socket.close)
+            self._socket.linger = 0
+            self._socket.set_hwm(0)  # sends never block; admission bounds the open requests
+            self._socket.bind(self.address)
+            on_failure.pop_all()
         self._sinks: dict[int, Sink] = {}
         self._facts: ModelInfo | None = None
         self.meter = meter
@@ -125,7 +135,6 @@ class EngineClient:
 
     def close(self) -> None:
         self._socket.close()
-        self._context.term()
         self.heartbeat.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -12,9 +13,21 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
-from serve_llm.common.errors import ASK_LOG, BY_NAME, HINTS, EngineDead, EngineError, RankFailed, ServeError
+import zmq
+
+from serve_llm.common.errors import (
+    ASK_LOG,
+    BY_NAME,
+    HINTS,
+    CapacityError,
+    EngineDead,
+    EngineError,
+    RankFailed,
+    ServeError,
+)
 from serve_llm.common.library_variables import set_library_defaults
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.client import EngineClient
@@ -50,6 +63,23 @@ def launch(address: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_engine_environ())
 
 
+def describe_failed_launch(error: OSError | zmq.ZMQError) -> ServeError:
+    """Return the error of an engine that could not even be launched: a CapacityError if what is missing may come
+    back."""
+    remedies = {
+        errno.ENOSPC: f"free some space in {gettempdir()}, or set TMPDIR",
+        errno.EDQUOT: f"free some space in {gettempdir()}, or set TMPDIR",
+        errno.EMFILE: "raise the limit on open files (ulimit -n)",
+        errno.ENFILE: "raise the system's limit on open files (fs.file-max)",
+        errno.EAGAIN: "raise the limit on processes (ulimit -u; TasksMax= in systemd; --pids-limit in Docker)",
+        errno.ENOMEM: "lower the memory that other processes take",
+    }
+    code = error.errno or 0
+    if code not in remedies:
+        return EngineError(f"an engine process cannot be launched: {error}; {ASK_LOG}")
+    return CapacityError(f"an engine process cannot be launched: {os.strerror(code)}; {remedies[code]}")
+
+
 def _engine_environ() -> dict[str, str]:
     """Build an engine's environment: omit the OMP_NUM_THREADS=1 that Ray sets in its workers, unless the user set
     it."""
@@ -76,19 +106,34 @@ class EngineProcess:
     ) -> None:
         """directory: the local checkpoint. index: among the data-parallel engines. replaces: engines have served
         before, so this one starts alone. meeting: the meeting directory of the first engine of an expert-parallel
-        group; None for the first one itself."""
+        group; None for the first one itself. Raises CapacityError or EngineError if it cannot be launched."""
         self._options = options
         self._directory = directory
         self._index = index
         self._replaces = replaces
-        self.client = EngineClient(meter)
+        self.client, self._process = self._launch(meter)
         self.meeting = (meeting or self.client.directory) if options.experts_span_engines else None
-        self._process = launch(self.client.address)
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
-        # Not in a thread pool: the interpreter joins pools at exit, so a running engine would block the exit.
-        threading.Thread(target=self._wait_for_exit, args=(loop,), daemon=True).start()
+        try:
+            # Not in a thread pool: the interpreter joins pools at exit, so a running engine would block the exit.
+            threading.Thread(target=self._wait_for_exit, args=(loop,), daemon=True).start()
+        except RuntimeError:  # the system allows no further thread
+            self._kill()
+            self._process.wait()
+            self.client.close()
+            raise self._add_index(describe_failed_launch(OSError(errno.EAGAIN, ""))) from None
         self._running: asyncio.Future[None] | None = None  # EngineClient.run
+
+    def _launch(self, meter: Meter) -> tuple[EngineClient, subprocess.Popen[bytes]]:
+        client = None
+        try:
+            client = EngineClient(meter)
+            return client, launch(client.address)
+        except (OSError, zmq.ZMQError) as error:
+            if client is not None:
+                client.close()
+            raise self._add_index(describe_failed_launch(error)) from None
 
     def _wait_for_exit(self, loop: asyncio.AbstractEventLoop) -> None:
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)

@@ -41,8 +41,12 @@ class Supervisor:
         self._clock = Clock()
         self._meters = [Meter(self._clock) for _ in range(options.max_engines)]
         self._engines: dict[int, EngineProcess] = {}
-        for group in groups:
-            self._launch(group)
+        self._launch_failure: ServeError | None = None  # `start` raises it, so that `stop` ends what was launched
+        try:
+            for group in groups:
+                self._launch(group)
+        except ServeError as error:
+            self._launch_failure = error
         self._restarts = RestartPolicy(options.max_restarts)
         self._keeping: dict[range, asyncio.Task[ServeError] | None] = dict.fromkeys(groups)  # `_keep` for each group
         self._given_up: asyncio.Future[ServeError] = asyncio.get_running_loop().create_future()
@@ -57,6 +61,8 @@ class Supervisor:
 
     async def start(self) -> None:
         """Wait until all engines are ready. Raises the ServeError of the first failure."""
+        if self._launch_failure is not None:
+            raise self._launch_failure
         await self._start(self._engines)
         clients = [engine.client for engine in self._engines.values()]
         self._replicas = Replicas(
@@ -161,6 +167,7 @@ class Supervisor:
             self._given_up.set_result(task.result())
 
     def _launch(self, group: range, *, replaces: bool = False) -> None:
+        """Raises the ServeError of an engine that cannot be launched."""
         meeting = None
         for index in group:
             engine = EngineProcess(
@@ -243,8 +250,8 @@ class Supervisor:
             logger.error("%s; %s%s", death.error, what, f" in {pause:.1f} s" if pause else "")
             await asyncio.gather(*(self._engines[other].stop() for other in group))
             await asyncio.sleep(pause)
-            self._launch(group, replaces=True)
             try:
+                self._launch(group, replaces=True)
                 await self._start(group)
             except ServeError as error:
                 death = EngineDeath(error, "start")

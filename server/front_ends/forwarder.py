@@ -54,14 +54,26 @@ class Forwarder:
             return
         sending = asyncio.create_task(_send_request(scope, receive, writer))
         try:
-            await _read_response(reader, send)
+            has_begun = await _read_response(reader, send)
+        except ConnectionError:
+            if not _has_left(sending):
+                raise
+        else:
+            if not has_begun and not _has_left(sending):
+                await send_error(Unavailable("the server ended before it answered"), send)
         finally:
             sending.cancel()
             writer.close()
 
 
-async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> None:
-    """Send the request, then wait for the client to disconnect, and close the connection."""
+def _has_left(sending: asyncio.Task[bool]) -> bool:
+    """Whether the client has disconnected, and so ended the request in the server process."""
+    return sending.done() and sending.exception() is None and sending.result()
+
+
+async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> bool:
+    """Send the request, then wait for the client to disconnect, and close the connection. Returns whether it has
+    disconnected."""
     target = scope.get("raw_path") or scope["path"].encode()
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
@@ -81,20 +93,27 @@ async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWr
                 writer.write(b"0\r\n\r\n")
             await writer.drain()
     except ConnectionError:
-        return  # it answered and closed the connection before the end of the body
+        return False  # it answered and closed the connection before the end of the body
     writer.close()
+    return True
 
 
-async def _read_response(reader: asyncio.StreamReader, send: Send) -> None:
-    """Pass the response on. Raises ConnectionError if the server process ends before it is complete."""
+async def _read_response(reader: asyncio.StreamReader, send: Send) -> bool:
+    """Pass the response on. Returns whether there is any. Raises ConnectionError if the connection closes before it is
+    complete."""
     parsed = _Response()
+    has_begun = False
     while not parsed.is_complete:
         data = await reader.read(CHUNK_BYTES)
         if not data:
-            raise ConnectionResetError("the server process closed the connection")
+            if has_begun:
+                raise ConnectionResetError("the server process closed the connection")
+            return False
         parsed.feed(data)
         for message in parsed.take():
+            has_begun = True
             await send(message)
+    return True
 
 
 class _Response:

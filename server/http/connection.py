@@ -33,6 +33,7 @@ from serve_llm.server.http.errors import (
     error_body,
     send_error,
 )
+from serve_llm.server.http.file_reserve import FileReserve
 from serve_llm.server.web_ui.files import PAGE_FILES, build_headers
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,11 @@ class Connection(HttpToolsProtocol):
     `stall_seconds`, and when the client keeps sending after its response. Invalid HTTP gets the usual JSON error.
     """
 
-    def __init__(self, limits: Limits, drain: DrainState, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: Limits, drain: DrainState, files: FileReserve, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._drain = drain
+        self._files = files
         self._is_receiving = False  # a request has begun but is incomplete
         self._header_bytes: int | None = 0  # bytes received of an incomplete header; None after the header
         self._section_bytes = 0  # bytes of the current section of the body, of trailers, or of dropped data
@@ -104,6 +106,11 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_read_timer()
+        verdict = self._files.judge(transport)
+        if verdict == "refuse":
+            self._refuse(Unavailable("the server has too many open connections"))
+        elif verdict == "drop":
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._read_timer)
@@ -319,7 +326,7 @@ class HttpServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None  # set while it serves
         config = uvicorn.Config(
             app,
-            http=functools.partial(Connection, limits, self._drain),  # type: ignore[arg-type]
+            http=functools.partial(Connection, limits, self._drain, FileReserve()),  # type: ignore[arg-type]
             ssl_keyfile=ssl_keyfile,
             ssl_certfile=ssl_certfile,
             ws="none",

@@ -224,7 +224,11 @@ class PromptPool:
         """Return this thread's worker, starting one if necessary. Raises Unavailable."""
         worker: PromptWorker | None = getattr(self._local, "worker", None)
         if worker is None or not worker.is_usable:
-            worker = self._launch_worker()
+            try:
+                worker = self._launch_worker()
+            except OSError as error:  # no further process or file is allowed
+                message = f"the process that parses large requests cannot be launched: {error.strerror}"
+                raise Unavailable(message) from None
         worker.wait_until_ready()
         return worker
 

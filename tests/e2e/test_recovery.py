@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
 import signal
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import psutil
@@ -174,6 +178,26 @@ def test_a_step_that_hangs(ranks: int, named: str) -> None:
         streams = Streams(daemon.url, mixed(12, LONGEST), patiently=True)
         assert bad.finish().errors == [500]
         assert streams.finish() == undisturbed
+
+
+@pytest.mark.slow
+def test_clients_that_hold_all_open_files_do_not_keep_the_engine_from_being_replaced() -> None:
+    with Daemon(*SMALL) as daemon, contextlib.ExitStack() as clients:
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(6, LONGEST)).finish()
+        pid = daemon.process.pid
+        limit = psutil.Process(pid).num_fds() + 60
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limit))
+        streams = Streams(daemon.url, mixed(6, LONGEST))
+        streams.wait_for(60, stopped_pid=daemon.engine_pid())
+        address = urllib.parse.urlsplit(daemon.url)
+        for _ in range(limit):
+            clients.enter_context(socket.create_connection((address.hostname, address.port), timeout=60))
+        daemon.wait_until_logged("Connections are refused: .* files are open")
+        os.kill(daemon.engine_pid(), signal.SIGKILL)
+        assert streams.finish() == undisturbed
+        clients.close()
+        wait_until_ready(daemon)
+        assert not any("Traceback" in line for line in daemon.log)
 
 
 def test_past_max_restarts_the_server_ends_with_the_first_cause() -> None:

@@ -27,6 +27,14 @@ def test_what_is_under_way_is_seen_from_outside(tmp_path: Path) -> None:
     assert len(server.read_running_ids()) == CAPACITY
 
 
+def test_its_blocks_are_allocated_at_once(tmp_path: Path) -> None:
+    """If the disk filled up later, access to a block that does not exist would end the server by SIGBUS."""
+    path = tmp_path / "pulse"
+    Heartbeat(path, create=True)
+    size = path.stat().st_size
+    assert size > 8 * CAPACITY and path.stat().st_blocks * 512 >= size
+
+
 def test_beats_are_counted_beside_the_steps(tmp_path: Path) -> None:
     server, engine = Heartbeat(tmp_path / "pulse", create=True), Heartbeat(tmp_path / "pulse")
     threading.Thread(target=engine.beat, daemon=True).start()

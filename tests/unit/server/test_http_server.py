@@ -1,16 +1,20 @@
-"""Stopping the HTTP server without the base class's polling ten times a second, and idle connections."""
+"""Stopping the HTTP server without polling ten times a second, idle connections, and its reserve of open files."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import resource
 import socket
 import threading
 
 import pytest
 
 from serve_llm.common.options.sources import make_options
-from serve_llm.server.http import connection
+from serve_llm.server.http import connection, file_reserve
 from serve_llm.server.http.connection import HttpServer, StartupApp
+from serve_llm.server.http.file_reserve import ReservedFiles, find_reserved_files
 
 
 @pytest.mark.parametrize("from_thread", [False, True])
@@ -57,3 +61,49 @@ def test_an_idle_connection_outlives_those_of_load_balancers_but_ends_with_a_dra
             await asyncio.wait_for(serving, 60)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("limit", "reserved"),
+    [
+        (64, ReservedFiles(48, 56)),
+        (1024, ReservedFiles(768, 896)),
+        (65536, ReservedFiles(65280, 65408)),
+        (resource.RLIM_INFINITY, ReservedFiles(math.inf, math.inf)),
+    ],
+)
+def test_part_of_the_files_is_reserved(limit: int, reserved: ReservedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    assert find_reserved_files() == reserved
+
+
+@pytest.mark.parametrize("reserved", [ReservedFiles(0, math.inf), ReservedFiles(0, 0)], ids=["refused", "dropped"])
+def test_a_connection_that_would_take_a_reserved_file_is_closed(
+    reserved: ReservedFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_reserve, "find_reserved_files", lambda: reserved)
+
+    async def scenario() -> list[bytes]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            answers = []
+            for _ in range(2):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                try:
+                    answers.append(await reader.read())
+                except ConnectionResetError:
+                    answers.append(b"")
+                writer.close()
+            server.should_exit = True
+            await asyncio.wait_for(serving, 60)
+            return answers
+
+    answers = asyncio.run(scenario())
+    if reserved.dropped_from == 0:
+        assert answers == [b"", b""]
+    else:
+        assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers)
+        error = json.loads(answers[0].partition(b"\r\n\r\n")[2])["error"]
+        assert error["message"] == "the server has too many open connections"
+    assert caplog.text.count("Connections are refused") == 1, "the log is not flooded"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 
@@ -72,6 +74,19 @@ def test_a_process_that_dies_or_hangs_is_replaced(alone: PromptPool, number: sig
             asyncio.run(alone.run("tokenize", large(), TokenizeResult))
         assert time.monotonic() - began < 30
     assert asyncio.run(alone.run("tokenize", large(), TokenizeResult)).ids
+
+
+def test_a_process_that_cannot_be_launched_is_not_the_clients_fault(
+    alone: PromptPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(subprocess, "Popen", fail)
+        with pytest.raises(Unavailable, match="cannot be launched: Too many open files"):
+            asyncio.run(alone.run("tokenize", large(), TokenizeResult))
+    assert asyncio.run(alone.run("tokenize", large(), TokenizeResult)).ids, "the next request tries again"
 
 
 def test_a_bug_in_a_worker_is_not_the_clients_fault(pool: PromptPool) -> None:

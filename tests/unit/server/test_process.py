@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 
-from serve_llm.common.errors import RankFailed
+from serve_llm.common.errors import CapacityError, EngineError, RankFailed, ServeError
 from serve_llm.common.heartbeat import HeartbeatReading
 from serve_llm.common.options.sources import make_options
+from serve_llm.server.engines import client as client_module
 from serve_llm.server.engines import process as process_module
 from serve_llm.server.engines.process import EngineDeath, EngineProcess
 from serve_llm.server.metrics.meter import Clock, Meter
@@ -146,3 +154,45 @@ def test_engines_start_with_what_their_libraries_need(monkeypatch: pytest.Monkey
     assert environ.get("OMP_WAIT_POLICY") == ("passive" if find_spec("serve_llm.kernels.cpu.compiled") else None)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert process_module._engine_environ()["OMP_WAIT_POLICY"] == "active"
+
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error", "kind", "message"),
+    [
+        (client_module, "Heartbeat", NO_SPACE, CapacityError, "No space left on device; free some space in "),
+        (client_module._CONTEXT, "socket", zmq.ZMQError(errno.EMFILE), CapacityError, "Too many open files; raise the"),
+        (
+            process_module,
+            "launch",
+            BlockingIOError(errno.EAGAIN, "fork"),
+            CapacityError,
+            "unavailable; raise the limit",
+        ),
+        (process_module, "launch", FileNotFoundError(errno.ENOENT, "gone"), EngineError, "gone; the server's log may"),
+        (threading.Thread, "start", RuntimeError("can't start new thread"), CapacityError, "limit on processes"),
+    ],
+    ids=["disk", "files", "processes", "interpreter", "threads"],
+)
+def test_a_process_that_cannot_be_launched_is_an_error_that_leaves_nothing(
+    module: Any,
+    name: str,
+    error: Exception,
+    kind: type[ServeError],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    async def run() -> None:
+        with pytest.raises(kind, match=f"^an engine process cannot be launched: .*{message}"):
+            EngineProcess(make_options("demo"), "/model", 0, Meter(Clock()))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, name, fail)
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []

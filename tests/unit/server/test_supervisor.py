@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_llm.common.errors import EngineDead, HostLost, PeerLost, RankFailed, ServeError
+from serve_llm.common.errors import CapacityError, EngineDead, HostLost, PeerLost, RankFailed, ServeError
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import EngineCoreRequest, Sampling
@@ -43,6 +43,7 @@ class Process:
 
     made: list[Process]
     broken: list[int]  # indices whose next start fails
+    unlaunchable: list[int]  # indices whose next launch fails
     may_start: asyncio.Event | None = None  # replacements wait for it
 
     def __init__(
@@ -55,6 +56,9 @@ class Process:
         replaces: bool = False,
         meeting: str | None = None,
     ) -> None:
+        if index in self.unlaunchable:
+            self.unlaunchable.remove(index)
+            raise CapacityError("it cannot be launched")
         self.client: Any = Client(f"directory of process {len(self.made)}", meter)
         self.meeting = (meeting or self.client.directory) if options.experts_span_engines else None
         self.device = options.device
@@ -81,7 +85,9 @@ class Process:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     monkeypatch.setattr(supervisor, "EngineProcess", Process)
-    Process.made, Process.broken = [], []
+    Process.made = []
+    Process.broken = []
+    Process.unlaunchable = []
     return Process.made
 
 
@@ -139,6 +145,33 @@ def test_a_failed_restart_replaces_the_whole_group_again(made: list[Process]) ->
         assert all(process.stopped for process in made[:6])
         assert supervisor.replicas.first_cause == "it did not come up"
         await supervisor.stop()
+
+    asyncio.run(run())
+
+
+def test_a_replacement_that_cannot_be_launched_is_tried_again_and_does_not_count(made: list[Process]) -> None:
+    """As without disk space or processes."""
+
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", max_restarts=1, **SHARED), "/model")
+        await supervisor.start()
+        Process.unlaunchable += [1]
+        made[0].death.set_result(EngineDeath(EngineDead("it died"), "killed"))
+        await replace(supervisor, made, 7)  # one of the group was launched in vain
+        assert made[3].stopped and supervisor.replicas.first_cause == "it cannot be launched"
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
+def test_what_was_launched_ends_if_another_engine_cannot_be(made: list[Process]) -> None:
+    async def run() -> None:
+        Process.unlaunchable += [1]
+        supervisor = Supervisor(make_options("demo", data_parallel_size=2), "/model")
+        with pytest.raises(CapacityError, match="it cannot be launched"):
+            await supervisor.start()
+        await supervisor.stop()
+        assert [process.stopped for process in made] == [True]
 
     asyncio.run(run())
 
