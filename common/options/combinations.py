@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.speculative import find_mtp_model
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
 
 
 def check_combinations(options: Options) -> None:
@@ -85,8 +89,9 @@ def _check_lora(options: Options) -> None:
     if not options.enable_lora:
         if options.lora_modules:
             raise OptionError("--lora-modules needs --enable-lora")
-        if options.max_cpu_loras is not None:
-            raise OptionError("--max-cpu-loras needs --enable-lora")
+        for name in ("max_loras", "max_cpu_loras", "max_lora_rank"):
+            if getattr(options, name) != DEFAULTS[name]:
+                raise OptionError(f"--{name.replace('_', '-')} needs --enable-lora")
         return
     if options.max_cpu_loras is not None and options.max_cpu_loras < options.max_loras:
         raise OptionError(f"--max-cpu-loras: {options.max_cpu_loras} is less than --max-loras {options.max_loras}")

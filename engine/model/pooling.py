@@ -38,6 +38,8 @@ def resolve_pooling(
         return generates and options.runner == "generate", config
     wants_vectors = options.convert == "embed" or modules is not None or not generates
     if options.convert == "none" or not wants_vectors:
+        if options.pooling_type != "auto":
+            raise OptionError("--pooling-type: the model makes no embeddings; add --convert embed, or omit it")
         return generates, None
     if options.runner == "auto" and modules is not None:
         generates = False

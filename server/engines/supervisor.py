@@ -9,11 +9,13 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS
-from serve_llm.common.errors import HostLost, PeerLost, ServeError
+from serve_llm.common.errors import HostLost, ModelError, PeerLost, ServeError
 from serve_llm.common.options.schema import Options
+from serve_llm.server.engines.checkpoint_stamp import CheckpointStamp
 from serve_llm.server.engines.process import STOP_SECONDS, EngineDeath, EngineProcess
 from serve_llm.server.engines.quarantine import SUSPECT_DEATHS
 from serve_llm.server.engines.replicas import Replicas
@@ -23,6 +25,7 @@ from serve_llm.server.metrics.stats_log import StatsLogger
 
 logger = logging.getLogger(__name__)
 
+CHANGED_POLL_SECONDS = 5.0  # between two looks at a checkpoint that has changed
 DRAIN_POLL_SECONDS = 0.1  # between two checks of a draining engine
 # After the loss of a peer, wait this long for its cause, such as the loss of another host.
 SETTLE_SECONDS = LOST_SECONDS + 4 * BEAT_SECONDS
@@ -35,6 +38,7 @@ class Supervisor:
         """Launch the processes at once, so that their imports overlap the caller's. directory: the local checkpoint."""
         self._options = options
         self._directory = directory
+        self._checkpoint = CheckpointStamp(Path(directory))
         count = options.data_parallel_size
         # Engines of an expert-parallel group cannot work without each other and are replaced together.
         groups = [range(count)] if options.experts_span_engines else [range(n, n + 1) for n in range(count)]
@@ -101,6 +105,7 @@ class Supervisor:
         """Start further engines until there are `count`. Raises the ServeError of the first failure; in this case none
         is added."""
         added = range(self.num_engines, count)
+        self._checkpoint.check()
         try:
             self._launch(added, replaces=True)
             await self._start(added)
@@ -231,7 +236,8 @@ class Supervisor:
         return min(deaths, key=lambda death: isinstance(death[1].error, PeerLost))
 
     async def _replace(self, group: range, index: int, death: EngineDeath) -> None:
-        """Start new processes for the group. Raises the first cause if this would exceed --max-restarts.
+        """Start new processes for the group. Raises the first cause if this would exceed --max-restarts, and ModelError
+        if the checkpoint has changed and no other engine serves.
 
         index: the engine that died first.
         """
@@ -250,6 +256,7 @@ class Supervisor:
             logger.error("%s; %s%s", death.error, what, f" in {pause:.1f} s" if pause else "")
             await asyncio.gather(*(self._engines[other].stop() for other in group))
             await asyncio.sleep(pause)
+            await self._wait_for_checkpoint(group)
             try:
                 self._launch(group, replaces=True)
                 await self._start(group)
@@ -257,3 +264,20 @@ class Supervisor:
                 death = EngineDeath(error, "start")
             else:
                 return
+
+    async def _wait_for_checkpoint(self, group: range) -> None:
+        """Return when the checkpoint is the one that the other engines have loaded. Raises ModelError if there is none
+        left that serves it."""
+        is_logged = False
+        while True:
+            try:
+                self._checkpoint.check()
+                return
+            except ModelError as error:
+                others = (replica for index, replica in enumerate(self.replicas.engines) if index not in group)
+                if not any(replica.accepts for replica in others):
+                    raise
+                if not is_logged:
+                    logger.error("%s; until then, the other engines serve on", error)
+                is_logged = True
+            await asyncio.sleep(CHANGED_POLL_SECONDS)

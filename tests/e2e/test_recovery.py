@@ -6,16 +6,19 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
 
 from serve_llm import LLM, SamplingParams
+from serve_llm.common.hub import resolve_model
 from support.daemon import Daemon
 from support.faults import FAULTS, KILLER, RAISER, SLEEPER
 from support.streams import Streams, mixed
@@ -198,6 +201,21 @@ def test_clients_that_hold_all_open_files_do_not_keep_the_engine_from_being_repl
         clients.close()
         wait_until_ready(daemon)
         assert not any("Traceback" in line for line in daemon.log)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_replaced_ends_the_server_with_the_cause(tmp_path: Path) -> None:
+    shutil.copytree(resolve_model("demo"), tmp_path / "model")
+    with Daemon(str(tmp_path / "model"), *SMALL[1:], "--served-model-name", "demo") as daemon:
+        streams = Streams(daemon.wait_until_serving(), mixed(6, LONGEST))
+        streams.wait_for(60, stopped_pid=daemon.engine_pid())
+        shutil.copyfile(resolve_model("demo") / "model.safetensors", tmp_path / "other")
+        os.replace(tmp_path / "other", tmp_path / "model" / "model.safetensors")
+        os.kill(daemon.engine_pid(), signal.SIGKILL)
+        assert daemon.wait() == 3
+        named = r"the checkpoint has changed since the server started \(model.safetensors\)"
+        assert re.search(f"^serve-llm: {named}", daemon.log[-1])
+        assert set(streams.finish().errors) == {500} and re.search(named, str(streams.messages))
 
 
 def test_past_max_restarts_the_server_ends_with_the_first_cause() -> None:

@@ -15,7 +15,7 @@ SHARED_EXPERTS = ("-dp", "2", "--enable-expert-parallel")
 SPLIT = ("-dp", "4", "--nnodes", "3", *NODES, "--data-parallel-split")
 NEEDS = {name: {"nnodes", "master_addr", "tensor_parallel_size"} for name in ("nnodes", "node_rank")}
 NEEDS["data_parallel_split"] = NEEDS["nnodes"] | {"nnodes", "data_parallel_size"}
-NEEDS |= {name: {"enable_lora"} for name in ("lora_modules", "max_cpu_loras")}
+NEEDS |= {name: {"enable_lora"} for name in ("lora_modules", "max_loras", "max_cpu_loras", "max_lora_rank")}
 NEEDS["max_log_len"] = {"enable_log_requests"}
 NEEDS |= {"ssl_keyfile": {"ssl_certfile"}, "ssl_certfile": {"ssl_keyfile"}}
 NEEDS |= {"front_end_addr": {"cluster_secret"}}
@@ -117,9 +117,9 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "step_timeout": (["--step-timeout", "2.5"], 2.5),
     "enable_lora": (["--enable-lora"], True),
     "lora_modules": (["--lora-modules", "a=/adapters/a", "b=b", "--enable-lora"], ("a=/adapters/a", "b=b")),
-    "max_loras": (["--max-loras", "8"], 8),
+    "max_loras": (["--max-loras", "8", "--enable-lora"], 8),
     "max_cpu_loras": (["--max-cpu-loras", "16", "--enable-lora"], 16),
-    "max_lora_rank": (["--max-lora-rank", "64"], 64),
+    "max_lora_rank": (["--max-lora-rank", "64", "--enable-lora"], 64),
     "metrics_prefix": (["--metrics-prefix", "vllm:"], "vllm:"),
     "otlp_traces_endpoint": (["--otlp-traces-endpoint", "https://a:1/v1/traces"], "https://a:1/v1/traces"),
 }

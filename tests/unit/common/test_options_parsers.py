@@ -146,5 +146,10 @@ def test_bad_responses_store(value: object) -> None:
 def test_adapters_in_host_memory_are_no_fewer_than_those_in_slots() -> None:
     with pytest.raises(OptionError, match=r"^--max-cpu-loras: 3 is less than --max-loras 4$"):
         make_options("demo", enable_lora=True, max_cpu_loras=3)
-    with pytest.raises(OptionError, match=r"^--max-cpu-loras needs --enable-lora$"):
-        make_options("demo", max_cpu_loras=8)
+    for name, flag in (
+        ("max_loras", "max-loras"),
+        ("max_cpu_loras", "max-cpu-loras"),
+        ("max_lora_rank", "max-lora-rank"),
+    ):
+        with pytest.raises(OptionError, match=f"^--{flag} needs --enable-lora$"):
+            make_options("demo", **{name: 8})

@@ -90,6 +90,13 @@ def test_the_format_of_the_checkpoint_may_be_named(
         assert "--quantization: the checkpoint is stored as compressed-tensors" in capfd.readouterr().err
 
 
+def test_a_pooling_that_no_route_would_use_is_refused() -> None:
+    directory = Path(resolve_model("demo"))
+    with pytest.raises(OptionError, match=r"^--pooling-type: the model makes no embeddings; add --convert embed"):
+        make_engine(directory, pooling_type="last")
+    make_engine(directory, pooling_type="last", convert="embed")
+
+
 def test_an_ending_engine_waits_until_its_last_message_is_delivered(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/engine"
     channel = ZmqChannel(address)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve_llm.common.errors import CapacityError, EngineDead, HostLost, PeerLost, RankFailed, ServeError
+from serve_llm.common.errors import CapacityError, EngineDead, HostLost, ModelError, PeerLost, RankFailed, ServeError
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import EngineCoreRequest, Sampling
@@ -150,8 +152,6 @@ def test_a_failed_restart_replaces_the_whole_group_again(made: list[Process]) ->
 
 
 def test_a_replacement_that_cannot_be_launched_is_tried_again_and_does_not_count(made: list[Process]) -> None:
-    """As without disk space or processes."""
-
     async def run() -> None:
         supervisor = Supervisor(make_options("demo", max_restarts=1, **SHARED), "/model")
         await supervisor.start()
@@ -172,6 +172,50 @@ def test_what_was_launched_ends_if_another_engine_cannot_be(made: list[Process])
             await supervisor.start()
         await supervisor.stop()
         assert [process.stopped for process in made] == [True]
+
+    asyncio.run(run())
+
+
+def test_no_engine_continues_requests_with_another_checkpoint(made: list[Process], tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+
+    async def run() -> None:
+        weights.touch()
+        supervisor = Supervisor(make_options("demo", **SCALABLE), str(tmp_path))
+        await supervisor.start()
+        weights.write_bytes(b"other")
+        with pytest.raises(ModelError, match="has changed since the server started"):
+            await supervisor.add_engines(2)
+        made[0].death.set_result(RANK)
+        error = await asyncio.wait_for(supervisor.watch(), 10)
+        assert isinstance(error, ModelError) and "(model.safetensors), so a new engine would serve another" in str(
+            error
+        )
+        assert len(made) == 1
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
+def test_other_engines_serve_on_until_the_checkpoint_is_back(
+    made: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (weights := tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(supervisor, "CHANGED_POLL_SECONDS", 0.0)
+    stat = weights.stat()
+
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", data_parallel_size=2), str(tmp_path))
+        await supervisor.start()
+        weights.write_bytes(b"other")
+        made[0].death.set_result(RANK)
+        while "the other engines serve on" not in caplog.text:
+            await asyncio.sleep(0)
+        assert supervisor.replicas.ready and len(made) == 2
+        weights.write_bytes(b"")
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        await replace(supervisor, made, 3)
+        await supervisor.stop()
 
     asyncio.run(run())
 
