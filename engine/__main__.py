@@ -74,8 +74,11 @@ def _end_with_parent(directory: Path) -> None:
     os._exit(EngineError.exit_code)
 
 
-def serve(channel: ZmqChannel, heartbeat: Heartbeat) -> None:
-    """Start the engine that the server asks for, send EngineReady, and run the loop until Shutdown."""
+def serve(channel: ZmqChannel, heartbeat: Heartbeat, directory: Path) -> None:
+    """Start the engine that the server asks for, send EngineReady, and run the loop until Shutdown.
+
+    directory: of the server's sockets, which removes it however this process ends.
+    """
     (start,) = channel.receive(None)[:1]
     assert isinstance(start, messages.Start)
 
@@ -87,7 +90,7 @@ def serve(channel: ZmqChannel, heartbeat: Heartbeat) -> None:
 
     with contextlib.ExitStack() as resources:
         shares_steps = start.meeting is not None
-        core, info = start_engine(start, resources, heartbeat.show, join_step_sync if shares_steps else None)
+        core, info = start_engine(start, resources, heartbeat.show, join_step_sync if shares_steps else None, directory)
         channel.send(messages.EngineReady(info))
         gc.freeze()  # otherwise each full collection traverses all modules, which takes longer than a step
         loop.run(core, channel)
@@ -98,12 +101,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_limit()  # in a program that uses `LLM`; the server has done it
     address = sys.argv[sys.argv.index("--connect") + 1]
-    threading.Thread(target=_end_with_parent, args=(heartbeat_path(address).parent,), daemon=True).start()
+    directory = heartbeat_path(address).parent
+    threading.Thread(target=_end_with_parent, args=(directory,), daemon=True).start()
     heartbeat = Heartbeat(heartbeat_path(address))
     threading.Thread(target=heartbeat.beat, daemon=True).start()
     with contextlib.closing(ZmqChannel(address)) as channel:
         try:
-            serve(channel, heartbeat)
+            serve(channel, heartbeat, directory)
         except ServeError as error:
             channel.send(messages.Failed.from_exception(error))
             return error.exit_code

@@ -72,11 +72,13 @@ def start_engine(
     resources: contextlib.ExitStack,
     report_in_flight: Callable[[Sequence[int]], None],
     join_step_sync: Callable[[Config], DPStepSync] | None = None,
+    directory: Path | None = None,
 ) -> tuple[EngineCore, ModelInfo]:
     """Start the engine that the server requests, and its workers.
 
     resources: closes everything that was started, even if this raises. report_in_flight: see `EngineCore`.
-    join_step_sync: joins the engines that share the experts, if there are any. Raises ServeError.
+    join_step_sync: joins the engines that share the experts, if there are any. directory: see `start_workers`. Raises
+    ServeError.
     """
     options = start.options
     process = f"engine {start.engine}" if options.max_engines > 1 else ""
@@ -91,7 +93,7 @@ def start_engine(
     spec, weights = read_spec(chosen, start.directory, raw)
 
     # Start workers.
-    choice, worker_group = start_workers(options, start.ray, start.engine, replaces=start.replaces)
+    choice, worker_group = start_workers(options, start.ray, start.engine, replaces=start.replaces, directory=directory)
     if worker_group is not None:
         resources.push(lambda kind, error, trace: worker_group.close(error))
 

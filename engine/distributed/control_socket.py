@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -20,20 +21,26 @@ class ControlSocket:
 
     url: the address for ranks, a Unix socket unless ranks come from several hosts."""
 
-    def __init__(self, size: int, endpoint: Endpoint | None) -> None:
-        """size: number of ranks. endpoint: listens for ranks of several hosts; None if all are on this host."""
+    def __init__(self, size: int, endpoint: Endpoint | None, directory: Path | None = None) -> None:
+        """size: number of ranks. endpoint: listens for ranks of several hosts; None if all are on this host. directory:
+        for the Unix socket; no other user may reach it, and its owner removes it; None: create one."""
         self._size = size
         self._endpoint = endpoint
-        self._directory = tempfile.mkdtemp(prefix="serve-llm-ranks-")  # mode 700: no other user reaches the socket
+        self._own_directory: str | None = None
+        self._path: Path | None = None  # where the Unix socket is
         self._identities: dict[int, bytes] = {}  # by rank
         self._ranks: dict[bytes, int] = {}  # by identity
         self._heartbeats: dict[int, bytes] = {}  # connections that stay open as long as their rank runs
         self._socket: zmq.Socket[bytes]
         if endpoint is None:
+            if directory is None:
+                self._own_directory = tempfile.mkdtemp(prefix="serve-llm-ranks-")  # mode 700
+                directory = Path(self._own_directory)
+            self._path = directory / "ranks"
             self._socket = zmq.Context.instance().socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
-            self.url = f"ipc://{self._directory}/control"
+            self.url = f"ipc://{self._path}"
             self._socket.bind(self.url)
         else:
             listener, url = endpoint.listen()
@@ -83,7 +90,10 @@ class ControlSocket:
     def remove_path(self) -> None:
         """Remove the socket's path. Call this once all ranks are connected and no longer need it, so that nothing is
         left behind however this process ends."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        if self._own_directory is not None:
+            shutil.rmtree(self._own_directory, ignore_errors=True)
 
     def close(self) -> None:
         """Close the socket and remove its path. Idempotent."""

@@ -40,10 +40,10 @@ JoinExpertGroups = Callable[[Sequence[str], Callable[[], object]], list[messages
 logger = logging.getLogger(__name__)
 
 
-def launch_workers(size: int, address: str = "") -> WorkerGroup:
+def launch_workers(size: int, address: str = "", directory: Path | None = None) -> WorkerGroup:
     """Start the processes, whose imports run in parallel with the caller's. address: of this host, for ranks of other
-    engines on other hosts."""
-    return WorkerGroup(size, lambda url: WorkerLauncher(range(size), url, address=address))
+    engines on other hosts. directory: see `ControlSocket`."""
+    return WorkerGroup(size, lambda url: WorkerLauncher(range(size), url, address=address), directory=directory)
 
 
 def connect_workers(

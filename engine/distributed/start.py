@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.common.messages import RayCluster
@@ -22,13 +23,18 @@ from serve_llm.engine.worker import kv_cache
 
 
 def start_workers(
-    options: EngineOptions, server_cluster: RayCluster | None = None, engine: int = 0, *, replaces: bool = False
+    options: EngineOptions,
+    server_cluster: RayCluster | None = None,
+    engine: int = 0,
+    *,
+    replaces: bool = False,
+    directory: Path | None = None,
 ) -> tuple[ExecutorChoice, WorkerGroup | None]:
     """Choose the executor and start its workers. There is no worker group if the one rank runs in this process.
 
     server_cluster: the Ray cluster that the server is part of. engine: index of the data-parallel engine. replaces: an
-    engine has served before. Raises OptionError if the executor cannot run this many ranks, CapacityError if devices or
-    memory are missing.
+    engine has served before. directory: see `ControlSocket`. Raises OptionError if the executor cannot run this many
+    ranks, CapacityError if devices or memory are missing.
     """
     in_placement_group = server_cluster is not None and server_cluster.placement_group is not None
     facts = gather_facts(options, in_placement_group, engine)
@@ -43,7 +49,7 @@ def start_workers(
         if local_ranks < facts.num_ranks:
             return choice, start_on_nodes(options, engine, replaces=replaces)
         address = find_group_address(options, None) if options.experts_span_engines else ""
-        return choice, mp.launch_workers(facts.num_ranks, address)
+        return choice, mp.launch_workers(facts.num_ranks, address, directory)
     try:
         worker_group, device = _start_on_ray(options, server_cluster, engine, replaces)
     except (OptionError, CapacityError) as error:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS, Endpoint
@@ -78,9 +79,10 @@ class WorkerGroup:
         launch: Callable[[str], LaunchedWorkers],
         endpoint: Endpoint | None = None,
         start_seconds: float = START_SECONDS,
+        directory: Path | None = None,
     ) -> None:
         """launch: starts the workers, which connect to the given URL. endpoint: for workers on several hosts; `close`
-        closes it. start_seconds: limit for a worker to send WorkerHello."""
+        closes it. start_seconds: limit for a worker to send WorkerHello. directory: see `ControlSocket`."""
         check_limit(FILES_PER_RANK * size, f"{size} ranks")
         self.size = size
         self.began = time.perf_counter()
@@ -88,7 +90,7 @@ class WorkerGroup:
         self.start_seconds = start_seconds
         self.failure: ServeError | None = None
         self.eplb_stats: EPLBStats | None = None  # sum over ranks, replaced when a rank has placed experts
-        self._socket = ControlSocket(size, endpoint)
+        self._socket = ControlSocket(size, endpoint, directory)
         self._received: dict[int, dict[type, messages.FromRank]] = {rank: {} for rank in range(size)}
         self._failures = RankFailures()
         self._stopped = _StoppedProcesses()

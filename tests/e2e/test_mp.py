@@ -300,6 +300,18 @@ def test_a_death_while_starting_ends_the_others() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_file_is_left_of_ranks_that_are_still_starting(number: signal.Signals, tmp_path: Path) -> None:
+    with Daemon("demo", *SMALL, "-tp", "2", environ={"TMPDIR": str(tmp_path)}) as daemon:
+        while not (engines := daemon.engine_pids()) or not daemon.rank_pids(engines[0]):
+            assert daemon.process.poll() is None, daemon.log
+        daemon.signal(number)
+        daemon.wait()
+        assert gone(engines)
+    assert list(tmp_path.glob("serve-llm*")) == []
+
+
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_loaded_keeps_its_exit_code(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, make_checkpoint(tmp_path, "llama"))
     config = json.loads((tmp_path / "config.json").read_text())
