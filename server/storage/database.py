@@ -53,7 +53,9 @@ class Database:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self.run_here, work)
         except (sqlite3.Error, OSError) as error:
-            logger.exception("--%s failed", self._option)
+            # A full or failing disk is no bug, so its line needs no traceback.
+            is_disk = isinstance(error, OSError | sqlite3.OperationalError)
+            logger.error("--%s failed: %s", self._option, error, exc_info=not is_disk)
             raise describe_failure(f"the store of --{self._option}", error) from None
 
     def run_here(self, work: Callable[[Connection], T]) -> T:

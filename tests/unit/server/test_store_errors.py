@@ -54,12 +54,13 @@ def test_a_store_of_responses_that_is_read_only(serve_stored: ServeStored, call:
     assert served.admission.num_open == 0
 
 
-def test_a_store_of_responses_without_room(serve_stored: ServeStored) -> None:
+def test_a_store_of_responses_without_room(serve_stored: ServeStored, caplog: pytest.LogCaptureFixture) -> None:
     served = serve_stored()
     response_id = ask(served)["id"]
     assert served.storage.responses is not None
     spoil(served.storage.responses._database, NO_ROOM)
     check(list_response_calls(served, response_id)["background"](), 507, "--responses-store", "full")
+    assert "--responses-store failed: database or disk is full" in caplog.text and "Traceback" not in caplog.text
     assert served.get(f"{PATH}/{response_id}").status == 200
     assert ask(served, store=False)["status"] == "completed" and served.admission.num_open == 0
 
