@@ -56,6 +56,7 @@ from serve_llm.server.routes.adapters import create_adapter_router
 from serve_llm.server.routes.app_state import VERSION, AppState
 from serve_llm.server.routes.batches import create_batch_router
 from serve_llm.server.routes.document import build_openapi
+from serve_llm.server.routes.plain_route import add_routes
 from serve_llm.server.routes.request_log import RequestLog
 from serve_llm.server.routes.scaling import create_scaling_router
 from serve_llm.server.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
@@ -185,12 +186,12 @@ def create_app(
     collector = choose_collector(options)(replicas, counts, model.names[0], options)
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     sources = status.StatusSources(replicas, admission, PrometheusExporter(collector), num_ranks, front_ends, scaler)
-    app.include_router(status.create_server_router(state, sources))
+    add_routes(app, status.create_server_router(state, sources))
     if scaler is not None:
-        app.include_router(create_scaling_router(state, scaler, options.drain_timeout))
+        add_routes(app, create_scaling_router(state, scaler, options.drain_timeout))
     if options.enable_lora:
         share = None if front_ends is None else front_ends.share_adapters
-        app.include_router(create_adapter_router(state, adapters, share))
+        add_routes(app, create_adapter_router(state, adapters, share))
     batch_service = None
     if storage.batches is not None:
         inner = RequestIdMiddleware(AnthropicErrorMiddleware(app), HttpMeter())  # batch lines do not come over HTTP
@@ -203,7 +204,7 @@ def create_app(
             _choose_batch_concurrency(options),
             counts.batches,
         )
-        app.include_router(create_batch_router(state, batch_service))
+        add_routes(app, create_batch_router(state, batch_service))
     return BuiltApp(_wrap(app, options, counts.http), admission, state.prompts, batch_service)
 
 
@@ -296,10 +297,10 @@ def _find_body_budget(limits: Limits, num_front_ends: int) -> int:
 def _create_fastapi(state: AppState, with_page: bool) -> FastAPI:
     app = FastAPI(title="serve-llm", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     for routes in (generation, decisions, infill, invocations, messages, responses, pooling, models, tokenize):
-        app.include_router(routes.create_router(state))
-    app.include_router(status.create_router())
+        add_routes(app, routes.create_router(state))
+    add_routes(app, status.create_router())
     if with_page:
-        app.include_router(web_ui.create_router())
+        add_routes(app, web_ui.create_router())
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientDisconnect, _answer_disconnect)

@@ -9,13 +9,14 @@ from serve_llm.server.response.decisions import DecisionBuilder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_route
 from serve_llm.server.routes.generation import GenerationResponse, TextEndpoint
+from serve_llm.server.routes.plain_route import PlainRoute
 from serve_llm.server.schema.decisions import DecisionReply, DecisionRequest
 
 PATHS = ("/v1/decisions",)
 
 
 def create_router(state: AppState) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
     endpoint = TextEndpoint("decide", "decision", DecisionBuilder)
 
     @router.post(PATHS[0], **describe_route(DecisionRequest, DecisionReply))

@@ -21,6 +21,7 @@ from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, Re
 from serve_llm.server.response.sse import SSEEncoder
 from serve_llm.server.routes.app_state import AppState, Caller
 from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.plain_route import PlainRoute
 from serve_llm.server.schema.chat import ChatCompletion, ChatEvent, ChatRequest
 from serve_llm.server.schema.completions import Completion, CompletionRequest
 
@@ -76,7 +77,7 @@ class TextEndpoint(Generic[Builder]):
 
 
 def create_router(state: AppState) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post(PATHS[0], **describe_route(CompletionRequest, Completion, Completion))
     async def create_completion(request: Request) -> Response:

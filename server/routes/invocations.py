@@ -12,6 +12,7 @@ from serve_llm.server.prompt.text_jobs import RouteName
 from serve_llm.server.routes import generation, pooling
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_problems
+from serve_llm.server.routes.plain_route import PlainRoute
 
 RESPONSES: dict[str, Callable[[AppState, Request], Response]] = {
     "chat": generation.chat,
@@ -26,7 +27,7 @@ RESPONSES: dict[str, Callable[[AppState, Request], Response]] = {
 
 
 def create_router(state: AppState) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     any_object = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 

@@ -11,6 +11,7 @@ from serve_llm.server.response.messages import MessageBuilder, MessageEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_route
 from serve_llm.server.routes.generation import GenerationResponse, TextEndpoint
+from serve_llm.server.routes.plain_route import PlainRoute
 from serve_llm.server.schema.messages import (
     CountTokensReply,
     CountTokensRequest,
@@ -23,7 +24,7 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 def create_router(state: AppState) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
     endpoint = TextEndpoint("messages", "msg", MessageBuilder, MessageEncoder)
 
     @router.post(PATHS[0], **describe_route(MessagesRequest, MessageReply, MessageEvent, is_anthropic=True))

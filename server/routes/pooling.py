@@ -23,6 +23,7 @@ from serve_llm.server.response.vectors import (
 from serve_llm.server.routes.app_state import AppState, Caller
 from serve_llm.server.routes.document import describe_route
 from serve_llm.server.routes.generation import Headers, close_on_disconnect, send_content
+from serve_llm.server.routes.plain_route import PlainRoute
 from serve_llm.server.schema.cohere import CohereEmbedReply, CohereEmbedRequest
 from serve_llm.server.schema.pooling import (
     ClassificationReply,
@@ -44,7 +45,7 @@ PAUSE_BYTES = 65536  # written in less than a millisecond
 
 
 def create_router(state: AppState) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/embeddings", **describe_route(EmbeddingRequest, EmbeddingReply))
     async def create_embeddings(request: Request) -> Response:
