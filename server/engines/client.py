@@ -6,14 +6,15 @@ one.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import zmq
-import zmq.asyncio
 
 from serve_llm.common import messages
 from serve_llm.common.errors import EngineError, ServeError
@@ -26,7 +27,9 @@ Sink = Callable[[EngineCoreOutput], None]
 
 # One for all engines of this process: without files or threads for a further context, libzmq ends the process, while it
 # reports that it has none for a further socket.
-_CONTEXT = zmq.asyncio.Context()
+_CONTEXT: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)  # zmq's own constants are flags, which take longer to compare
 
 
 class EngineClient:
@@ -44,9 +47,12 @@ class EngineClient:
             self._socket = _CONTEXT.socket(zmq.PAIR)
             on_failure.callback(self._socket.close)
             self._socket.linger = 0
-            self._socket.set_hwm(0)  # sends never block; admission bounds the open requests
+            self._socket.set_hwm(0)  # sends to a connected engine never block; admission bounds the open requests
             self._socket.bind(self.address)
+            asyncio.get_running_loop().add_reader(self._socket.fileno(), self._exchange)
             on_failure.pop_all()
+        self._unsent: deque[bytes] = deque()  # until the engine is connected
+        self._received: asyncio.Queue[bytes] = asyncio.Queue()
         self._sinks: dict[int, Sink] = {}
         self._facts: ModelInfo | None = None
         self.meter = meter
@@ -82,7 +88,7 @@ class EngineClient:
         before. meeting: directory where engines that step together find each other.
         """
         self._send(messages.Start(options.for_engine(), directory, engine, _ray_cluster(), replaces, meeting))
-        message = messages.decode_from_engine(await self._socket.recv())
+        message = messages.decode_from_engine(await self._received.get())
         if isinstance(message, messages.Failed):
             self.failure = message.to_exception()
             raise self.failure
@@ -92,7 +98,7 @@ class EngineClient:
     async def run(self) -> None:
         """Deliver outputs until cancelled. Raises the engine's ServeError if it fails."""
         while True:
-            message = messages.decode_from_engine(await self._socket.recv())
+            message = messages.decode_from_engine(await self._received.get())
             if isinstance(message, messages.EngineCoreOutputs):
                 self._deliver(message)
             elif isinstance(message, messages.Failed):
@@ -134,12 +140,26 @@ class EngineClient:
         self._sinks = {}
 
     def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self.heartbeat.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _send(self, message: messages.ToEngine) -> None:
-        self._socket.send(messages.encode(message))
+        self._unsent.append(messages.encode(message))
+        self._exchange()
+
+    def _exchange(self) -> None:
+        """Send and receive what is possible now. The socket's descriptor becomes readable when that may have changed,
+        but not for a change that a call has already noticed, so this ends only when nothing more is possible."""
+        while True:
+            events = int(self._socket.get(zmq.EVENTS))
+            if events & POLLIN:
+                self._received.put_nowait(self._socket.recv(zmq.NOBLOCK))
+            elif events & POLLOUT and self._unsent:
+                self._socket.send(self._unsent.popleft(), zmq.NOBLOCK)
+            else:
+                return
 
 
 def _ray_cluster() -> messages.RayCluster | None:

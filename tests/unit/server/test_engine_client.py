@@ -1,14 +1,20 @@
-"""The Ray cluster that the client reports to the engine."""
+"""The Ray cluster that the client reports to the engine, and the channel to it."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from serve_llm.common import messages
-from serve_llm.server.engines.client import _ray_cluster
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling, SchedulerStats
+from serve_llm.server.engines.client import EngineClient, _ray_cluster
+from serve_llm.server.metrics.meter import Clock, Meter
+from support.fakes import facts
 
 
 class FakeRay:
@@ -39,3 +45,64 @@ def test_the_cluster_and_placement_group_of_this_process(monkeypatch: pytest.Mon
     assert _ray_cluster() == messages.RayCluster("10.0.0.1:6379", None)
     monkeypatch.setitem(sys.modules, "ray", FakeRay(connected=True, group=b"\x41\x30"))  # type: ignore[arg-type]
     assert _ray_cluster() == messages.RayCluster("10.0.0.1:6379", "4130")
+
+
+class Peer:
+    """The engine's end of a client's channel, in this thread."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.connect(client.address)
+
+    def receive(self) -> messages.ToEngine:
+        return messages.decode_to_engine(self._socket.recv())
+
+    def send(self, message: messages.FromEngine) -> None:
+        self._socket.send(messages.encode(message))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def test_messages_in_both_directions_arrive_in_order() -> None:
+    """The first one is sent before the engine has connected, and later ones while others arrive."""
+    requests = [
+        EngineCoreRequest(id=index, prompt_ids=[1], sampling=Sampling(max_tokens=1, seed=0)) for index in range(300)
+    ]
+    delivered: list[int] = []
+
+    def serve(peer: Peer) -> list[int]:
+        assert isinstance(peer.receive(), messages.Start)
+        peer.send(messages.EngineReady(facts()))
+        submitted: list[int] = []
+        while len(submitted) < len(requests):
+            message = peer.receive()
+            assert isinstance(message, messages.Submit)
+            submitted += [request.id for request in message.requests]
+            outputs = [EngineCoreOutput(request.id, [], FinishReason.LENGTH) for request in message.requests]
+            peer.send(messages.EngineCoreOutputs(outputs, SchedulerStats()))
+        return submitted
+
+    async def run() -> list[int]:
+        client = EngineClient(Meter(Clock()))
+        starting = asyncio.ensure_future(client.start(make_options("demo", device="cpu"), "/model"))
+        await asyncio.sleep(0)  # it has sent its message
+        peer = Peer(client)
+        serving = asyncio.ensure_future(asyncio.to_thread(serve, peer))
+        await starting
+        running = asyncio.ensure_future(client.run())
+        for request in requests:
+            client.submit_many([(request, lambda output: delivered.append(output.id))])
+            if request.id % 7 == 0:
+                await asyncio.sleep(0)
+        submitted = await serving
+        while len(delivered) < len(requests):
+            await asyncio.sleep(0)
+        running.cancel()
+        peer.close()
+        client.close()
+        return submitted
+
+    submitted = asyncio.run(asyncio.wait_for(run(), 60))
+    assert submitted == delivered == list(range(300))
