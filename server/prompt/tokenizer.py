@@ -84,7 +84,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text. Releases the GIL, which the library's own `encode` does not. Raises InvalidRequest."""
         try:
-            ids: list[int] = self.rust.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            ids: list[int] = self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             if (lone := re.search("[\ud800-\udfff]", text)) is None:
                 raise
@@ -112,7 +112,7 @@ class Tokenizer:
         In a pair, the longer text is truncated first.
         """
         flat = [text for pair in texts for text in pair if text is not None]
-        encodings = iter(self.rust.encode_batch(flat, add_special_tokens=False))
+        encodings = iter(self.rust.encode_batch_fast(flat, add_special_tokens=False))
         encoded: list[Encoded] = []
         for _, second in texts:
             is_pair = second is not None

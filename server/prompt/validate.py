@@ -18,6 +18,10 @@ from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsuppo
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.sampling_params import SamplingParams
 
+# Of all pooling requests, which generate nothing: sampling parameters take time to check, and seeds to draw.
+_POOLING_PARAMS = SamplingParams(max_tokens=0, seed=0)
+_POOLING_SAMPLING = Sampling(max_tokens=0, seed=0)
+
 
 class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How to parse the text of a chat turn with the model's dialect."""
@@ -180,8 +184,8 @@ def prepare_pooling(
         _check_ids(ids, facts.vocab_size, param)
     return TextRequest(
         prompts=prompts,
-        samplings=[Sampling(max_tokens=0, seed=0)] * len(prompts),
-        params=SamplingParams(max_tokens=0),
+        samplings=[_POOLING_SAMPLING] * len(prompts),
+        params=_POOLING_PARAMS,
         priority=priority,
         cache_salt=cache_salt,
         pooling=True,
