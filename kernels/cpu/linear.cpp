@@ -19,6 +19,7 @@ const Multiply* const VARIANTS[] = {IF_BASELINE(multiply_baseline), IF_AVX2(mult
 constexpr int LINE = 64;           // bytes of a cache line
 constexpr int64_t MUCH = 1 << 16;  // bytes up to which one thread copies alone
 constexpr int64_t WORTH = 1 << 16;  // bytes of a weight that one thread reads before another has started
+constexpr int EQUAL_ROWS = 8;        // multiplying so many rows takes at least as long as reading the weight
 constexpr int PANELS = 4;           // that the inner loops take at once, at most
 static_assert(PANELS % 2 == 0, "compressed panels are multiplied in pairs, so a thread's first panel must be even");
 
@@ -83,8 +84,9 @@ Input input_of(const Product& p, const Multiply& variant, int threads) {
 // Panels that a thread claims at once: enough to be worth it, but not so many that other threads wait.
 int64_t panels_at_once(const Product& p, const Multiply& variant) {
   const int64_t panel_bytes = (int64_t)p.units * 4 * variant.columns;
+  const int64_t panel_work = panel_bytes * (1 + p.rows / EQUAL_ROWS);
   int64_t panels = PANELS;
-  while (panels * panel_bytes < WORTH) panels *= 2;
+  while (panels * panel_work < WORTH) panels *= 2;
   return panels;
 }
 
