@@ -142,7 +142,9 @@ STORED_FORMATS = {
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
     "modelopt_fp8": "modelopt",
+    "modelopt_mxfp8": "modelopt",
     "mxfp4": "mxfp4",
+    "quark": "quark",
     "torchao": "torchao",
     "w8a8_fp8": "compressed-tensors",
     "w8a8_int8": "compressed-tensors",
@@ -153,6 +155,7 @@ OTHER_METHODS = {
     "modelopt_fp4": "modelopt",
     "modelopt_fp8": "modelopt",
     "modelopt_mixed": "modelopt",
+    "modelopt_mxfp8": "modelopt",
 }
 
 

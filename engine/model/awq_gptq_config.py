@@ -53,9 +53,13 @@ REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")  # a name with one of these chara
 
 
 def read_awq(config: ConfigReader) -> DynamicModules:
-    """Raises ModelError for versions other than "gemm", whose layouts differ."""
-    for key in ("version", "format", "checkpoint_format"):
-        config.choice(key, {"gemm": "gemm", "GEMM": "gemm"}, "gemm")
+    """Raises ModelError for versions other than "gemm" and "gemv", whose layouts differ."""
+    layouts: dict[str, Literal["awq", "awq_gemv"]] = {"gemm": "awq", "gemv": "awq_gemv"}
+    versions = layouts | {name.upper(): layout for name, layout in layouts.items()}
+    layout = config.choice("version", versions, "gemm")
+    for key in ("format", "checkpoint_format"):
+        if config.text(key) is not None:
+            layout = config.choice(key, versions, "gemm")
     config.only("desc_act", None, False)
     config.ignore("sym")  # transformers writes it regardless of zero_point
     bits = _read_either(config, "bits", "w_bit")
@@ -63,7 +67,7 @@ def read_awq(config: ConfigReader) -> DynamicModules:
         raise ModelError(f"config.json: quantization_config: AWQ with {bits} bits is not supported (supported: 4)")
     group_size = _read_group_size(config, _read_either(config, "group_size", "q_group_size"))
     has_zeros = config.flag("zero_point", True)  # otherwise each is stored as 8
-    return _read_whole(config, PackedIntegers("awq", bits, group_size, is_symmetric=not has_zeros))
+    return _read_whole(config, PackedIntegers(layout, bits, group_size, is_symmetric=not has_zeros))
 
 
 def read_gptq(config: ConfigReader) -> DynamicModules:

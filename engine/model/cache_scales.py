@@ -1,6 +1,7 @@
 """The scales of keys and values with which a checkpoint was calibrated for an fp8 KV cache. Torch-free.
 
-compressed-tensors, AutoFP8 and Model Optimizer store them next to the projections, one per layer or one per KV head.
+compressed-tensors, AutoFP8, Model Optimizer and Quark store them next to the projections, one per layer or one per KV
+head.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def is_calibrated(config: Mapping[str, object]) -> bool:
     stored = config.get("quantization")
     if method == "modelopt" and isinstance(stored, Mapping):  # as in hf_quant_config.json
         config = stored
+    if method == "quark":
+        return _is_calibrated_by_quark(config)
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         is_fp8 = (scheme.get("num_bits", 8), scheme.get("type")) == (8, "float")
@@ -36,6 +39,20 @@ def is_calibrated(config: Mapping[str, object]) -> bool:
     if method == "modelopt":
         return config.get("kv_cache_quant_algo") == "FP8"
     return method == "fp8"  # older versions of AutoFP8 wrote scales without a scheme
+
+
+def _is_calibrated_by_quark(config: Mapping[str, object]) -> bool:
+    """Whether the outputs of some modules that `kv_cache_group` names are 8-bit floats with a stored scale."""
+    export, layers = config.get("export"), config.get("layer_quant_config")
+    if not isinstance(export, Mapping) or not isinstance(layers, Mapping):
+        return False
+    named = export.get("kv_cache_group")
+    groups = [layers.get(name) for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    outputs = [group.get("output_tensors") for group in groups if isinstance(group, Mapping)]
+    return any(
+        isinstance(output, Mapping) and output.get("dtype") == "fp8_e4m3" and not output.get("is_dynamic")
+        for output in outputs
+    )
 
 
 def add_cache_scales(spec: ModelSpec) -> ModelSpec:

@@ -12,6 +12,7 @@ from typing import Literal
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.weight_format import (
+    MXFP8,
     FormatGroup,
     MxFp4,
     NvFp4,
@@ -98,7 +99,8 @@ def _read_group(config: ConfigReader, default_format: str | None) -> tuple[Forma
     rounding = None if activations is None else _read_activations("input_activations", activations)
     config.done()
     is_int8 = numbers == ScaledNumbers("int8", "channel") and rounding == "int8 per token" and targets == ("Linear",)
-    if isinstance(numbers, ScaledNumbers) and numbers.kind == "fp8" and rounding in ("dynamic", "static"):
+    is_float8 = isinstance(numbers, ScaledNumbers) and numbers.kind == "fp8" and not numbers.has_exponents
+    if isinstance(numbers, ScaledNumbers) and is_float8 and rounding in ("dynamic", "static"):
         numbers = replace(numbers, inputs=rounding)
     return FormatGroup(targets, numbers), is_int8
 
@@ -138,6 +140,7 @@ def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
         "naive-quantized": _read_naive,
         "nvfp4-pack-quantized": _read_nvfp4,
         "mxfp4-pack-quantized": _read_mxfp4,
+        "mxfp8-quantized": _read_mxfp8,
     }
     if stored not in readers:
         raise ModelError(
@@ -195,13 +198,22 @@ def _read_nvfp4(weights: ConfigReader) -> WeightFormat:
 
 
 def _read_mxfp4(weights: ConfigReader) -> WeightFormat:
-    weights.only("num_bits", 4)
+    _check_microscaling(weights, num_bits=4)
+    return MxFp4()
+
+
+def _read_mxfp8(weights: ConfigReader) -> WeightFormat:
+    _check_microscaling(weights, num_bits=8)
+    return MXFP8
+
+
+def _check_microscaling(weights: ConfigReader, num_bits: int) -> None:
+    weights.only("num_bits", num_bits)
     weights.only("type", "float")
     weights.only("symmetric", None, True)
     weights.only("strategy", "group")
     weights.only("group_size", 32)
     weights.empty("actorder", "block_structure")
-    return MxFp4()
 
 
 def _read_packed(weights: ConfigReader) -> WeightFormat:

@@ -267,6 +267,14 @@ class ConfigReader:
             self._values[key] = value[-1]
         return self.inner(key)
 
+    def objects(self, key: str) -> tuple[ConfigReader, ...]:
+        """Return readers of the objects of a list, or of the one object under the key. Their other keys are ignored."""
+        value = self._take(key)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, dict) for item in listed):
+            raise self._wrong(key, "a list of objects", value)
+        return tuple(ConfigReader(item, f"{self._where}: {key}[{index}]") for index, item in enumerate(listed))
+
     def require(self, key: str) -> ConfigReader:
         """Like `inner`, for a required object."""
         found = self.inner(key)

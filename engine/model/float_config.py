@@ -9,6 +9,7 @@ from typing import Literal
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.weight_format import (
+    MXFP8,
     BitsAndBytes4,
     Inputs,
     MarkedModules,
@@ -60,6 +61,7 @@ def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
 MODELOPT: dict[str, ScaledNumbers | NvFp4] = {  # activations and how they are rounded make the other differences
     "FP8": ScaledNumbers("fp8", "tensor", inputs="static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ScaledNumbers("fp8", "channel", inputs="dynamic"),
+    "MXFP8": MXFP8,
     "NVFP4": NvFp4("modelopt"),
     "W4A16_NVFP4": NvFp4("modelopt"),
 }
@@ -71,7 +73,7 @@ def read_modelopt(config: ConfigReader) -> MarkedModules | NamedModules:
     config.ignore("producer", "config_groups")  # quant_algo says what the groups do
     stored = config.inner("quantization") or config
     algorithm = stored.choice("quant_algo", {name: name for name in (*MODELOPT, MIXED)}, "")
-    stored.only("group_size", None, 16)
+    stored.only("group_size", None, 32 if algorithm == "MXFP8" else 16)
     stored.empty("has_zero_point", "pre_quant_scale")
     stored.ignore("kv_cache_quant_algo", "kv_cache_scheme")  # `cache_scales` reads them
     unconverted = [name for key in ("exclude_modules", "ignore") for name in stored.names(key) or ()]
@@ -93,7 +95,7 @@ def _read_layers(layers: ConfigReader) -> dict[str, WeightFormat]:
     for name in layers.keys:
         layer = layers.require(name)
         found[name] = MODELOPT[layer.choice("quant_algo", {algorithm: algorithm for algorithm in MODELOPT}, "")]
-        layer.only("group_size", None, 16)
+        layer.only("group_size", None, 32 if found[name] == MXFP8 else 16)
         layer.empty("has_zero_point", "pre_quant_scale")
         layer.done()
     layers.done()

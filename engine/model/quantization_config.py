@@ -13,6 +13,7 @@ from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint, rea
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.float_config import read_bitsandbytes, read_fbgemm, read_fp8, read_modelopt
 from serve_llm.engine.model.gguf_config import GGUFTensors, read_gguf_config
+from serve_llm.engine.model.quark_config import read_quark
 from serve_llm.engine.model.torchao_config import read_torchao
 from serve_llm.engine.model.weight_format import QuantizedModules
 
@@ -26,6 +27,7 @@ _READERS: dict[str, Callable[[ConfigReader], Int8Checkpoint | GGUFTensors | Quan
     "gguf": read_gguf_config,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
+    "quark": read_quark,
     "torchao": read_torchao,
 }
 

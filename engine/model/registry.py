@@ -258,7 +258,7 @@ def _read_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
 
 
 def _read_modules(stored: QuantizedModules, spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
-    if isinstance(stored, DynamicModules) and stored.format.layout == "awq":
+    if isinstance(stored, DynamicModules) and stored.format.layout in ("awq", "awq_gemv"):
         spec, weights = add_activation_scales(spec, weights)
 
     def find_form(rule: WeightRule) -> GroupQuantForm | None:

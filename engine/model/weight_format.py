@@ -25,11 +25,11 @@ ATTENTION_SCALES = (
 class PackedIntegers:
     """Integers of `bits` bits packed in int32 words, with a scale and a zero point for each group of inputs.
 
-    awq: AutoAWQ's "gemm" version. gptq, gptq_v2: the checkpoint formats of AutoGPTQ and GPTQModel. compressed: the
-    format "pack-quantized" of compressed-tensors.
+    awq, awq_gemv: AutoAWQ's versions "gemm" and "gemv". gptq, gptq_v2: the checkpoint formats of AutoGPTQ and
+    GPTQModel. compressed: the format "pack-quantized" of compressed-tensors.
     """
 
-    layout: Literal["awq", "gptq", "gptq_v2", "compressed"]
+    layout: Literal["awq", "awq_gemv", "gptq", "gptq_v2", "compressed"]
     bits: int
     group_size: int | None  # None: one group of all inputs
     is_symmetric: bool  # all zero points are 2 ** (bits - 1)
@@ -55,7 +55,7 @@ class PackedIntegers:
 
     @property
     def optional(self) -> tuple[str, ...]:
-        return {"awq": (), "compressed": ("weight_g_idx",)}.get(self.layout, ("g_idx",))
+        return {"awq": (), "awq_gemv": (), "compressed": ("weight_g_idx",)}.get(self.layout, ("g_idx",))
 
     @property
     def form(self) -> GroupQuantForm:
@@ -82,20 +82,18 @@ class ScaledNumbers:
     zero_point: str = "weight_zero_point"  # without has_zeros it is all 0, if present
     has_float32_scales: bool = False  # instead of 16 bits, in int8
     inputs: Inputs = "as they are"  # with fp8; static: rounded with a scale from the checkpoint
+    has_exponents: bool = False  # scales are powers of two, stored as exponents in bytes (MXFP8), in fp8
 
     input_scales = ("input_scale", "activation_scale")  # names of that scale
-    optional = (
-        *input_scales,
-        "input_zero_point",
-        "activation_scale_ub",
-        "weight_shape",
-        "weight_format",
-        "_weight_zero_point",
-    )
 
     @property
     def marker(self) -> str:
         return self.scale
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        names = (*self.input_scales, "input_zero_point", "activation_scale_ub", "weight_shape", "weight_format")
+        return (*names, self.zero_point) if self.kind == "int8" else names
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -116,6 +114,10 @@ class ScaledNumbers:
             block_outputs=self.block[0] if self.strategy == "block" else 1,
             rounds_inputs=self.inputs != "as they are",
         )
+
+
+# 8-bit floats with a power of two per 32 inputs
+MXFP8 = ScaledNumbers("fp8", "block", (1, 32), has_exponents=True)
 
 
 @dataclass(frozen=True)
@@ -150,10 +152,10 @@ class NvFp4:
 @dataclass(frozen=True)
 class MxFp4:
     """4-bit floats (e2m1), two per byte, with a power of two per 32 inputs: compressed-tensors'
-    "mxfp4-pack-quantized"."""
+    "mxfp4-pack-quantized", and Quark's fp4, whose tensor is named `weight`."""
 
-    weight = "weight_packed"
-    marker = "weight_packed"
+    weight: str = "weight_packed"
+    marker: str = "weight_packed"
     required = ("weight_scale",)
     optional = ()
     form = MXFP4
@@ -174,6 +176,30 @@ class TorchaoInt4:
     @property
     def form(self) -> GroupQuantForm:
         return GroupQuantForm(4, self.group_size, has_zeros=True, scale_bytes=4)
+
+
+@dataclass(frozen=True)
+class QuarkInt4:
+    """Quark's int4 and uint4 per group: integers of 4 bits packed in int32 words along the outputs, with a scale and a
+    zero point for each group of inputs."""
+
+    group_size: int
+    is_symmetric: bool
+    is_signed: bool  # int4, from -8 to 7
+    is_reordered: bool  # the numbers of a word are in AutoAWQ's order
+
+    weight = "weight"
+    marker = "weight_scale"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight_scale",) if self.is_symmetric else ("weight_scale", "weight_zero_point")
+
+    optional = ("weight_zero_point", "input_scale", "input_zero_point", "output_scale", "output_zero_point")
+
+    @property
+    def form(self) -> GroupQuantForm:
+        return GroupQuantForm(4, self.group_size, not self.is_symmetric)
 
 
 @dataclass(frozen=True)
@@ -201,7 +227,7 @@ class BitsAndBytes4:
         return GroupQuantForm(4, 64, has_zeros=False, scale_bytes=4, has_table=True)
 
 
-WeightFormat = PackedIntegers | ScaledNumbers | NvFp4 | MxFp4 | TorchaoInt4 | BitsAndBytes4
+WeightFormat = PackedIntegers | ScaledNumbers | NvFp4 | MxFp4 | TorchaoInt4 | QuarkInt4 | BitsAndBytes4
 
 
 class QuantizedModules(Protocol):

@@ -83,13 +83,17 @@ def read_integers(
         )
     kept = range(first, last + 1)
     parts = (rows, columns, kept)
+    is_awq = stored.layout in ("awq", "awq_gemv")
     if stored.layout == "awq":
         codes, scales, zeros = _read_awq(reader, stored, shape, num_groups, parts)
+    elif stored.layout == "awq_gemv":
+        codes, scales, zeros = _read_awq_gemv(reader, stored, shape, num_groups, parts)
     elif stored.layout == "compressed":
         codes, scales, zeros = _read_compressed(reader, stored, shape, num_groups, parts)
     else:
         codes, scales, zeros = _read_gptq(reader, stored, shape, num_groups, parts)
-    _check_zeros(reader, stored, zeros)
+    key = "zero_point: false" if is_awq else f"sym: true and checkpoint_format {stored.layout}"
+    check_zeros(f"{reader.module}.qzeros", zeros, 2 ** (stored.bits - 1) if stored.is_symmetric else None, key)
     return QuantizedMatrix(
         codes, stored.bits, scales.float(), (groups - first).to(codes.device), size, zeros=zeros.float()
     )
@@ -98,14 +102,12 @@ def read_integers(
 Parts = tuple[range, range, range]  # rows, columns and groups to read
 
 
-def _check_zeros(reader: ModuleReader, stored: PackedIntegers, zeros: Tensor) -> None:
-    """Raise ModelError if there are zero points in a format without them."""
-    middle = 2 ** (stored.bits - 1)
-    if stored.is_symmetric and (differing := zeros[zeros != middle]).numel():
-        key = "zero_point: false" if stored.layout == "awq" else f"sym: true and checkpoint_format {stored.layout}"
+def check_zeros(name: str, zeros: Tensor, middle: int | None, key: str) -> None:
+    """Raise ModelError if there are other zero points in a format whose zero points are all `middle`. None: any may
+    be. key: the setting that says so."""
+    if middle is not None and (differing := zeros[zeros != middle]).numel():
         raise ModelError(
-            f"{reader.module}.qzeros has zero point {int(differing[0])}, but config.json: quantization_config: {key} "
-            f"means {middle}"
+            f"{name} has zero point {int(differing[0])}, but config.json: quantization_config: {key} means {middle}"
         )
 
 
@@ -132,6 +134,25 @@ def _read_awq(
     zeros = unpack(reader.read("qzeros", (num_groups, num_words), (groups, words), torch.int32), stored.bits, AWQ_ORDER)
     scales = reader.read("scales", (num_groups, outputs), (groups, rows))
     return codes[:, wanted].T.contiguous(), scales.T.contiguous(), zeros[:, wanted].T.contiguous()
+
+
+def _read_awq_gemv(
+    reader: ModuleReader, stored: PackedIntegers, shape: tuple[int, int], num_groups: int, parts: Parts
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qweight (outputs, words of inputs), qzeros (outputs, words of groups), scales (outputs, groups); numbers of a
+    word are in their own order, and rows of zero points and scales are padded to what AutoAWQ's kernel reads at a
+    time."""
+    rows, columns, groups = parts
+    outputs, inputs = shape
+    words, skipped = find_words(columns, 4)
+    packed = reader.read("qweight", (outputs, count_words(inputs, 4)), (rows, words), torch.int32)
+    codes = unpack(packed, 4)[:, skipped : skipped + len(columns)].contiguous()
+    padding = max(1, 128 // (stored.group_size or inputs))  # words
+    num_words = -(-count_words(num_groups, 4) // padding) * padding
+    words, skipped = find_words(groups, 4)
+    packed = reader.read("qzeros", (outputs, num_words), (rows, words), torch.int32)
+    zeros = unpack(packed, 4)[:, skipped : skipped + len(groups)].contiguous()
+    return codes, reader.read("scales", (outputs, num_words * 8), (rows, groups)), zeros
 
 
 def _read_gptq(

@@ -16,13 +16,14 @@ from serve_llm.engine.model.weight_format import (
     MxFp4,
     NvFp4,
     PackedIntegers,
+    QuarkInt4,
     ScaledNumbers,
     TorchaoInt4,
     WeightFormat,
 )
 from serve_llm.engine.quantization import fp8_blocks, mxfp4
-from serve_llm.engine.quantization.packed_integers import QuantizedMatrix
-from serve_llm.engine.weights.quantised import ModuleReader, read_integers
+from serve_llm.engine.quantization.packed_integers import AWQ_ORDER, QuantizedMatrix, count_words, find_words, unpack
+from serve_llm.engine.weights.quantised import ModuleReader, check_zeros, read_integers
 from serve_llm.kernels.linear_grouped import build_e2m1_table
 
 NVFP4_GROUP = 16  # inputs that share a scale
@@ -45,6 +46,8 @@ def read_module(
         return _read_mxfp4(reader, stored, shape, rows, columns)
     if isinstance(stored, TorchaoInt4):
         return _read_torchao_int4(reader, stored, shape, rows, columns)
+    if isinstance(stored, QuarkInt4):
+        return _read_quark_int4(reader, stored, shape, rows, columns)
     if isinstance(stored, BitsAndBytes4):
         return _read_bits_and_bytes(reader, stored, shape, rows, columns)
     if stored.kind == "fp8":
@@ -112,7 +115,10 @@ def _read_fp8_numbers(
     covered = [
         range(part.start // step, -(-part.stop // step)) for part, step in zip((rows, columns), block, strict=True)
     ]
-    scales = reader.read(stored.scale, counts, covered)
+    if stored.has_exponents:
+        scales = reader.read(stored.scale, counts, covered, torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        scales = reader.read(stored.scale, counts, covered)
     first = (rows.start - covered[0].start * block[0], columns.start - covered[1].start * block[1])
     return fp8_blocks.build_matrix(numbers, scales, block, first)
 
@@ -235,6 +241,35 @@ def _read_torchao_int4(
     offsets = reader.read("_weight_zero_point", whole, (groups, rows)).float().T
     zeros = torch.where(scales == 0, 0, 8 - offsets / scales)
     return QuantizedMatrix(codes ^ 8, 4, scales, group_of, stored.group_size, zeros=zeros.contiguous())
+
+
+def _read_quark_int4(
+    reader: ModuleReader, stored: QuarkInt4, shape: tuple[int, int], rows: range, columns: range
+) -> QuantizedMatrix:
+    """weight (inputs, words of outputs), weight_zero_point (groups, words of outputs), weight_scale (groups,
+    outputs)."""
+    outputs, inputs = shape
+    size = stored.group_size
+    num_groups = -(-inputs // size)
+    groups = range(columns.start // size, -(-columns.stop // size))
+    num_words = count_words(outputs, 4)
+    words, skipped = find_words(rows, 4)
+    order = AWQ_ORDER if stored.is_reordered else None
+
+    def read_codes(suffix: str, count: int, part: range) -> Tensor:
+        """(rows, inputs or groups) uint8, signed numbers with 8 added."""
+        values = unpack(reader.read(suffix, (count, num_words), (part, words), torch.int32), 4, order)
+        values = values[:, skipped : skipped + len(rows)].T.contiguous()
+        return values ^ 8 if stored.is_signed else values
+
+    codes = read_codes("weight", inputs, columns)
+    scales = reader.read("weight_scale", (num_groups, outputs), (groups, rows)).T.float().contiguous()
+    zeros = torch.full_like(scales, 8)
+    if reader.has("weight_zero_point"):
+        zeros = read_codes("weight_zero_point", num_groups, groups).float()
+        check_zeros(f"{reader.module}.weight_zero_point", zeros, 8 if stored.is_symmetric else None, "symmetric: true")
+    group_of = torch.arange(columns.start, columns.stop, device=codes.device) // size - groups.start
+    return QuantizedMatrix(codes, 4, scales, group_of, size, zeros=zeros)
 
 
 def _read_nibbles(

@@ -25,6 +25,8 @@ PACKINGS = {
     "awq": Packing("awq"),
     "awq-32": Packing("awq", group_size=32),
     "awq-symmetric": Packing("awq", is_symmetric=True),
+    "awq-gemv": Packing("awq_gemv"),
+    "awq-gemv-64": Packing("awq_gemv", group_size=64, is_symmetric=True),
     "gptq": Packing("gptq"),
     "gptq-symmetric": Packing("gptq", is_symmetric=True, group_size=32),
     "gptq-order": Packing("gptq", has_order=True),

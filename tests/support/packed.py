@@ -57,7 +57,7 @@ SCALED = {  # family -> the module whose input AutoAWQ scales, and the activatio
 class Packing:
     """How to pack. group_size: 0 for one group of all inputs."""
 
-    layout: str  # awq | gptq | gptq_v2 | compressed
+    layout: str  # awq | awq_gemv | gptq | gptq_v2 | compressed
     bits: int = 4
     group_size: int = 16
     is_symmetric: bool = False
@@ -128,6 +128,15 @@ def pack_module(weight: Integers, packing: Packing) -> dict[str, Tensor]:
             "qzeros": pack_awq_words(weight.zeros.T),
             "scales": weight.scales.T.contiguous(),
         }
+    if packing.layout == "awq_gemv":
+        groups = weight.zeros.shape[1]
+        padding = 8 * max(1, 128 // (packing.group_size or weight.codes.shape[1]))
+        padded = -(-groups // padding) * padding - groups
+        return {
+            "qweight": pack_words(weight.codes, bits),
+            "qzeros": pack_words(np.pad(weight.zeros, ((0, 0), (0, padded))), bits),
+            "scales": torch.nn.functional.pad(weight.scales, (0, padded)),
+        }
     if packing.layout == "compressed":
         tensors = {
             "weight_packed": pack_words(weight.codes, bits),
@@ -150,8 +159,9 @@ def pack_module(weight: Integers, packing: Packing) -> dict[str, Tensor]:
 
 def quantization_config(packing: Packing) -> dict[str, Any]:
     size = packing.group_size or -1
-    if packing.layout == "awq":
-        stored = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
+    if packing.layout in ("awq", "awq_gemv"):
+        version = "gemv" if packing.layout == "awq_gemv" else "gemm"
+        stored = {"quant_method": "awq", "bits": 4, "group_size": size, "version": version}
         return stored | {"zero_point": not packing.is_symmetric}
     if packing.layout == "compressed":
         weights = {"num_bits": packing.bits, "type": "int", "symmetric": packing.is_symmetric, "dynamic": False}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.packed import HEADS, SIZES
+from support.packed import HEADS, SIZES, pack_awq_words, pack_words
 from support.quantised import is_linear
 from support.tiny import make_checkpoint
 
@@ -46,6 +46,29 @@ def _torchao(kind: str, **settings: Any) -> dict[str, Any]:
         "include_input_output_embeddings": False,
         "modules_to_not_convert": None,
         "untie_embedding_weights": False,
+    }
+
+
+def _quark(dtype: str, scheme: str, pack_method: str = "reorder", **change: Any) -> dict[str, Any]:
+    spec = {"dtype": dtype, "qscheme": scheme, "ch_axis": None, "group_size": None, "symmetric": True}
+    spec |= {"is_dynamic": False, "round_method": "half_even", "scale_type": "float", "scale_format": None}
+    spec |= {"scale_calculation_mode": None, "mx_element_dtype": None, "observer_cls": "PerTensorMinMaxObserver"}
+    spec |= {"is_scale_quant": False, **change}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": spec, "input_tensors": spec | {"is_dynamic": True}}
+        | {"output_tensors": None, "bias": None, "target_device": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head", "*.gate", "re:.*router"],
+        "export": {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": pack_method}
+        | {"weight_format": "real_quantized", "weight_merge_groups": None},
+        "algo_config": [{"name": "awq", "scaling_layers": []}],
+        "softmax_quant_spec": None,
+        "kv_cache_quant_config": {},
+        "kv_cache_post_rope": False,
+        "quant_mode": "eager_mode",
+        "version": "0.11",
     }
 
 
@@ -93,6 +116,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         | {"scale_dtype": "torch.uint8"},
         None,
     ),
+    "mxfp8": _compressed(
+        "mxfp8-quantized",
+        FLOAT8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        FLOAT8 | {"strategy": "group", "group_size": 32, "dynamic": True},
+    ),
+    "modelopt-mxfp8": {"quant_method": "modelopt", "producer": {"name": "modelopt"}}
+    | {"quantization": {"quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head"]}},
+    "quark-fp8": _quark("fp8_e4m3", "per_tensor"),
+    "quark-fp8-channel": _quark("fp8_e4m3", "per_channel", ch_axis=0),
+    "quark-fp8-group": _quark("fp8_e4m3", "per_group", ch_axis=-1, group_size=16),
+    "quark-mxfp4": _quark("fp4", "per_group", ch_axis=-1, group_size=32, symmetric=None, scale_format="e8m0"),
+    "quark-mxfp8": _quark("fp8_e4m3", "per_group", ch_axis=-1, group_size=32, scale_format="e8m0"),
+    "quark-int8": _quark("int8", "per_channel", ch_axis=0),
+    "quark-int4": _quark("int4", "per_group", ch_axis=-1, group_size=16),
+    "quark-uint4": _quark("uint4", "per_group", ch_axis=1, group_size=16, symmetric=False, pack_method="order"),
     "torchao-fp8": _torchao("Float8WeightOnlyConfig", weight_dtype=("torch.dtype", "float8_e4m3fn"), granularity=ROW),
     "torchao-fp8-dynamic": _torchao(
         "Float8DynamicActivationFloat8WeightConfig",
@@ -131,6 +169,14 @@ def pack_module(weight: Tensor, form: str) -> Packed:
         return {"weight": numbers, **stored}, numbers.float() * scale
     if form.startswith("torchao"):
         return _pack_torchao(weight, form)
+    if form.startswith("quark"):
+        return _pack_quark(weight, form)
+    if form in ("mxfp8", "modelopt-mxfp8"):
+        groups = weight.view(outputs, -1, 32)
+        exponents = (groups.abs().amax(-1) / 448).log2().ceil()
+        numbers = (groups / exponents.exp2().unsqueeze(-1)).to(torch.float8_e4m3fn)
+        stored = {"weight": numbers.flatten(1), "weight_scale": (exponents + 127).byte()}
+        return stored, (numbers.float() * exponents.exp2().unsqueeze(-1)).flatten(1)
     if form in ("fp8-channel", "fbgemm"):
         scale = weight.abs().amax(1, keepdim=True) / 448
         numbers = (weight / scale).to(torch.float8_e4m3fn)
@@ -207,6 +253,42 @@ def _pack_torchao(weight: Tensor, form: str) -> Packed:
         if form == "torchao-fp8-dynamic":
             stored["weight_scale"] = stored["weight_scale"].view(1, 1)
     return {names[suffix]: tensor for suffix, tensor in stored.items()}, whole
+
+
+def _pack_quark(weight: Tensor, form: str) -> Packed:
+    """Scales and zero points of integers are stored transposed; the former of a tensor or channels lack a dimension."""
+    outputs = len(weight)
+    if form in ("quark-int4", "quark-uint4"):
+        lowest, highest = (-8, 7) if form == "quark-int4" else (0, 15)
+        groups = weight.view(outputs, -1, 16)
+        if form == "quark-int4":
+            scale = groups.abs().amax(-1) / 7
+            zeros = torch.zeros_like(scale)
+        else:
+            scale = (groups.amax(-1) - groups.amin(-1)) / 15
+            zeros = (-groups.amin(-1) / scale).round().clamp(0, 15)
+        codes = (groups / scale.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(lowest, highest)
+        whole = (codes - zeros.unsqueeze(-1)) * scale.unsqueeze(-1)
+        bits = (codes.flatten(1).T.int().numpy() & 15, zeros.T.int().numpy() & 15)
+        packed = [pack_awq_words(part) if form == "quark-int4" else pack_words(part, 4) for part in bits]
+        stored = {"weight": packed[0], "weight_zero_point": packed[1], "weight_scale": scale.T}
+        return stored, whole.flatten(1)
+    if form == "quark-mxfp4":
+        stored, whole = pack_module(weight, "mxfp4")
+        return {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"]}, whole
+    if form == "quark-fp8-group":
+        groups = weight.view(outputs, -1, 16)
+        scale = groups.abs().amax(-1) / 448
+        numbers = (groups / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+        stored = {"weight": numbers.flatten(1), "weight_scale": scale}
+        return stored, (numbers.float() * scale.unsqueeze(-1)).flatten(1)
+    known = {"quark-fp8": "autofp8", "quark-int8": "int8-static", "quark-mxfp8": "mxfp8"}
+    stored, whole = pack_module(weight, known.get(form, "fp8-channel"))
+    if form in ("quark-fp8-channel", "quark-int8"):
+        stored["weight_scale"] = stored["weight_scale"].flatten()
+    if form == "quark-int8":
+        stored["weight_zero_point"] = torch.zeros(outputs, dtype=torch.int8)
+    return stored, whole
 
 
 def _pack_nf4(weight: Tensor, form: str) -> Packed:

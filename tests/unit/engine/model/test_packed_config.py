@@ -43,6 +43,8 @@ def read(stored: dict[str, Any]) -> QuantizedModules:
             PackedIntegers("awq", 4, 64, False),
         ),
         (AWQ | {"group_size": -1}, PackedIntegers("awq", 4, None, False)),
+        (AWQ | {"version": "GEMV"}, PackedIntegers("awq_gemv", 4, 128, False)),
+        (AWQ | {"version": None, "format": "gemv"}, PackedIntegers("awq_gemv", 4, 128, False)),
         (AWQ | GPTQMODEL | {"method": "awq", "checkpoint_format": "gemm"}, PackedIntegers("awq", 4, 128, False)),
         (AWQ | {"zero_point": False}, PackedIntegers("awq", 4, 128, True)),
         (AWQ | TRANSFORMERS | {"format": "gemm"}, PackedIntegers("awq", 4, 128, False)),
@@ -133,7 +135,7 @@ def change_weights(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        (AWQ | {"version": "gemv"}, "version 'gemv' is not supported (supported: gemm"),
+        (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast' is not supported (supported: gemm, gemv"),
         (AWQ | {"desc_act": True}, "desc_act True"),
         (AWQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic: +:a: AWQ with 8 bits"),
         (AWQ | {"method": "gptq"}, "method 'gptq'"),
