@@ -22,6 +22,7 @@ from serve_llm.engine.model.families import (
     deepseek,
     falcon,
     gemma,
+    gemma1,
     glm,
     glm_moe,
     gpt2,
@@ -102,6 +103,7 @@ FAMILIES: dict[str, Read] = {
     "GraniteMoeSharedForCausalLM": granite_moe.read_shared,
     "CohereForCausalLM": cohere.read,
     "Cohere2ForCausalLM": cohere.read_cohere2,
+    "GemmaForCausalLM": gemma1.read,
     "Gemma2ForCausalLM": gemma.read_gemma2,
     "Gemma3ForCausalLM": gemma.read_gemma3,
     "GlmForCausalLM": glm.read,
@@ -157,6 +159,7 @@ FAMILIES: dict[str, Read] = {
         "Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": qwen3_5.read_moe}, multimodal.VISUAL
     ),
     "Olmo2ForCausalLM": olmo2.read,
+    "Olmo3ForCausalLM": olmo2.read_olmo3,
     "OPTForCausalLM": opt.read,
     "Phi3ForCausalLM": phi3.read,
     "SmolLM3ForCausalLM": smollm3.read,

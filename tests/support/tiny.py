@@ -112,10 +112,20 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA_LIKE, "tie_word_embeddings": True},
     "granite": {**_LLAMA_LIKE, **_GRANITE},
     "olmo2": _PLAIN_HEADS,
+    "olmo3": {
+        **_PLAIN_HEADS,
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
+        },
+    },
     "phi3": {**_PLAIN_HEADS, "sliding_window": 37, "intermediate_size": 107},
     "starcoder2": {**_PLAIN_HEADS, "sliding_window": 37, "tie_word_embeddings": False},
     "smollm3": {**_PLAIN_HEADS, "no_rope_layer_interval": 2},
     "nemotron": {**_LLAMA_LIKE, "head_dim": 12},
+    "gemma": _LLAMA_LIKE,
     "gemma2": {
         **_LLAMA_LIKE,
         "sliding_window": 21,
@@ -208,7 +218,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(SIZES)
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention in some layers
-LESS_ONE = ("gemma2", "gemma3_text", "nemotron", *HYBRIDS)  # models whose norm weights are stored minus 1
+LESS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", *HYBRIDS)  # models whose norm weights are stored minus 1
 WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)
 OTHERS: dict[str, dict[str, Any]] = {  # not described by a family file
     "olmo": {**_PLAIN_HEADS, "clip_qkv": 1.5},
@@ -308,7 +318,9 @@ def _write_old_config(path: Path) -> None:
         config["torch_dtype"] = config.pop("dtype")
     if rope := config.pop("rope_parameters", None):
         if "sliding_attention" in rope:
-            config["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+            local, rope = rope["sliding_attention"], rope["full_attention"]
+            if config["model_type"] != "olmo3":
+                config["rope_local_base_freq"] = local["rope_theta"]
         if config["model_type"] == "gpt_neox":
             config["rotary_emb_base"], config["rotary_pct"] = rope.pop("rope_theta"), rope.pop("partial_rotary_factor")
         else:
