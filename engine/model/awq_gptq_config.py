@@ -13,6 +13,7 @@ from typing import Literal
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.quark_config import read_export
 from serve_llm.engine.model.weight_format import DynamicModules, PackedIntegers
 
 CALIBRATION = (  # how scales were found, and which kernels the writer used
@@ -61,6 +62,7 @@ def read_awq(config: ConfigReader) -> DynamicModules:
         if config.text(key) is not None:
             layout = config.choice(key, versions, "gemm")
     config.only("desc_act", None, False)
+    read_export(config, "reorder")
     config.ignore("sym")  # transformers writes it regardless of zero_point
     bits = _read_either(config, "bits", "w_bit")
     if bits != 4:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.quark_config import read_export
 from serve_llm.engine.model.weight_format import (
     MXFP8,
     BitsAndBytes4,
@@ -28,6 +29,7 @@ def read_fp8(config: ConfigReader) -> MarkedModules:
     config.only("fmt", None, "e4m3", "e4m3fn", "float8_e4m3fn")
     config.only("expert_dtype", None, "fp8")
     config.empty("modules_to_convert")
+    read_export(config, "reorder", "order")
     # How scales were rounded does not matter, and `cache_scales` reads the last.
     config.ignore("scale_fmt", "dequantize", "kv_cache_scheme")
     unconverted = _read_unconverted(config)

@@ -32,11 +32,8 @@ ALGORITHMS = ("autosmoothquant", "awq", "gptaq", "gptq", "smooth", "smoothquant"
 
 def read_quark(config: ConfigReader) -> TargetedModules:
     """Raises ModelError for numbers that are not supported."""
-    export = config.require("export")
-    export.only("weight_format", None, "real_quantized")
-    is_reordered = export.choice("pack_method", {name: name for name in ("reorder", "order")}, "reorder") == "reorder"
-    export.ignore("kv_cache_group", "min_kv_scale", "weight_merge_groups")  # `cache_scales` reads the first
-    export.done()
+    config.require("export")
+    is_reordered = read_export(config, "reorder", "order") == "reorder"
     config.ignore("kv_cache_post_rope", "kv_cache_quant_config", "quant_mode", "softmax_quant_spec", "version")
     config.empty("layer_type_quant_config")
     for algorithm in config.objects("algo_config"):
@@ -49,6 +46,19 @@ def read_quark(config: ConfigReader) -> TargetedModules:
     whole = config.inner("global_quant_config")
     groups.append(FormatGroup(("Linear",), None if whole is None else _read_modules(whole, is_reordered)))
     return TargetedModules(tuple(groups), tuple(map(_translate, config.names("exclude") or ())))
+
+
+def read_export(config: ConfigReader, *methods: str) -> str:
+    """Read how Quark packed numbers, also in files with the settings of AutoAWQ or AutoFP8. methods: those that are
+    supported."""
+    export = config.inner("export")
+    if export is None:
+        return methods[0]
+    export.only("weight_format", None, "real_quantized")
+    method = export.choice("pack_method", {name: name for name in methods}, "reorder")
+    export.ignore("kv_cache_group", "min_kv_scale", "weight_merge_groups")  # `cache_scales` reads the first
+    export.done()
+    return method
 
 
 def _translate(name: str) -> str:

@@ -80,6 +80,31 @@ def change(*path: str, value: object) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+OLDER = {"kv_cache_group": ["*k_proj", "*v_proj"], "min_kv_scale": 0.0, "weight_format": "real_quantized"}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+        | {"kv_cache_scheme": "static"},
+    ],
+)
+def test_formats_of_others_that_quark_writes(stored: dict[str, Any]) -> None:
+    """Quark adds a key to the settings of AutoAWQ and AutoFP8."""
+
+    def read_any(config: dict[str, Any]) -> object:
+        return read_quantization_config(ConfigReader({"quantization_config": config}).require("quantization_config"))
+
+    assert read_any(stored | {"export": OLDER | {"pack_method": "reorder"}}) == read_any(stored)
+    with pytest.raises(ModelError, match="weight_format 'fake_quantized' is not supported"):
+        read_any(stored | {"export": OLDER | {"weight_format": "fake_quantized"}})
+    if stored["quant_method"] == "awq":
+        with pytest.raises(ModelError, match="pack_method 'order' is not supported"):
+            read_any(stored | {"export": OLDER | {"pack_method": "order"}})
+
+
 WEIGHT = ("global_quant_config", "weight")
 
 
