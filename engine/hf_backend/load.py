@@ -39,8 +39,10 @@ def read_transformers_spec(directory: Path, max_model_len: int | None) -> Transf
     kind = kind[0] if isinstance(kind, tuple) else kind
     if config.is_encoder_decoder or kind is None:
         _refuse(_name(config), "transformers has no decoder-only language model for it")
-    if kind._is_stateful or not kind.is_backend_compatible():
-        _refuse(_name(config), "it keeps a state other than keys and values, or accepts no attention by name")
+    if kind._is_stateful:
+        _refuse(_name(config), "it keeps a state other than keys and values, which our KV cache does not hold")
+    if not kind.is_backend_compatible():
+        _refuse(_name(config), "its attention is its own and cannot be replaced by ours")
     if getattr(config, "quantization_config", None):
         _refuse(_name(config), "its checkpoint is quantised")
     text = config.get_text_config(decoder=True)
