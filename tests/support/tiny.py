@@ -123,6 +123,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "phi3": {**_PLAIN_HEADS, "sliding_window": 37, "intermediate_size": 107},
     "starcoder2": {**_PLAIN_HEADS, "sliding_window": 37, "tie_word_embeddings": False},
+    "seed_oss": {**_LLAMA_LIKE, "attention_out_bias": True},
     "smollm3": {**_PLAIN_HEADS, "no_rope_layer_interval": 2},
     "nemotron": {**_LLAMA_LIKE, "head_dim": 12},
     "gemma": _LLAMA_LIKE,

@@ -42,6 +42,7 @@ VARIANTS = {
     "olmo3": {},
     "phi3": {},
     "starcoder2": {},
+    "seed_oss": {},
     "smollm3": {},
     "nemotron-biases": {"attention_bias": True, "mlp_bias": True},
     "glm": {},
