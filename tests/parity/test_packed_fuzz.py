@@ -29,11 +29,12 @@ from support.quantised import quantise_checkpoint
 
 PACKINGS = {
     "awq": Packing("awq"),
+    "awq-gemv": Packing("awq_gemv"),
     "gptq-order": Packing("gptq", has_order=True),
     "w4a16": Packing("compressed", is_symmetric=True),
 }
 FLOATS = ("fp8-native", "fp8-channel", "modelopt-fp8", "nvfp4", "mxfp4")
-FLOATS += ("nf4-nested", "bitsandbytes-int8", "torchao-int4")
+FLOATS += ("nf4-nested", "bitsandbytes-int8", "torchao-int4", "quark-int4", "mxfp8")
 CHANGES = ("drop", "cut", "flatten", "dtype", "bytes")
 FORMS = (*PACKINGS, *FLOATS, "int8")
 DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float8_e4m3fn)
