@@ -236,11 +236,19 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_deferred: int = 0  # part of num_waiting: overtaken by others
     accepted_by_position: list[int] = []  # num_accepted_tokens by position in the draft
     eplb: EPLBStats | None = None  # None: no experts were placed yet
+    # The part of the drafts that were looked up in texts although a model makes drafts, too.
+    num_lookup_drafts: int = 0
+    num_lookup_draft_tokens: int = 0
+    num_lookup_accepted_tokens: int = 0
 
-    def count_draft(self, num_tokens: int, num_accepted: int) -> None:
+    def count_draft(self, num_tokens: int, num_accepted: int, is_looked_up: bool = False) -> None:
         self.num_drafts += 1
         self.num_draft_tokens += num_tokens
         self.num_accepted_tokens += num_accepted
+        if is_looked_up:
+            self.num_lookup_drafts += 1
+            self.num_lookup_draft_tokens += num_tokens
+            self.num_lookup_accepted_tokens += num_accepted
         self.accepted_by_position += [0] * (num_tokens - len(self.accepted_by_position))
         for position in range(num_accepted):
             self.accepted_by_position[position] += 1
@@ -270,4 +278,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     prefix_caching: bool = True
     rank_hosts: list[str] = []  # name of each rank's host; ranks are numbered stage by stage
-    draft_source: str = "none"  # method of `--speculative-config`, or the default
+    draft_source: str = "none"  # method of `--speculative-config`, or the default; for a model, there is lookup, too

@@ -18,6 +18,7 @@ from serve_llm.engine.kv_events import KVEventPublisher
 from serve_llm.engine.kv_offload.start import open_store
 from serve_llm.engine.lora.adapter_checker import AdapterChecker
 from serve_llm.engine.pending_requests import WAIT_SECONDS, PendingRequests
+from serve_llm.engine.scheduler.drafters import TextDrafters
 from serve_llm.engine.scheduler.kv_events import KVEventRecorder
 from serve_llm.engine.scheduler.offload import OffloadManager
 from serve_llm.engine.scheduler.output import SchedulerOutput
@@ -293,17 +294,18 @@ def _build_speculator(
 ) -> Speculator | None:
     if config is None:
         return None
-    if config.has_draft_model:
-        assert draft_model is not None, "the draft model was not loaded"
-        return ModelSpeculator(config.num_speculative_tokens, draft_model, config.disable_by_batch_size)
+    num_tokens = config.num_speculative_tokens
     lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
     recent = RecentTextGroups(*lengths)
-    return TextSpeculator(
-        config.num_speculative_tokens,
-        lambda request: PromptLookup(*lengths, recent.find(request)),
-        clock,
-        config.disable_by_batch_size,
-    )
+
+    def build_proposer(request: EngineCoreRequest) -> PromptLookup:
+        return PromptLookup(*lengths, recent.find(request))
+
+    if not config.has_draft_model:
+        return TextSpeculator(num_tokens, build_proposer, clock, config.disable_by_batch_size)
+    assert draft_model is not None, "the draft model was not loaded"
+    texts = TextDrafters(num_tokens, build_proposer, clock)
+    return ModelSpeculator(num_tokens, draft_model, config.disable_by_batch_size, texts, config.method)
 
 
 def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder | None) -> OffloadManager | None:

@@ -369,7 +369,8 @@ class Scheduler:
                 self._stats.num_forced_tokens += len(sequence.token_ids) - num_before - num_sampled
             if num_drafts:
                 sequence.reject_drafts(num_drafts - len(result.accepted_ids))
-                self._stats.count_draft(num_drafts, len(result.accepted_ids))
+                is_looked_up = self._speculator is not None and self._speculator.are_looked_up(sequence)
+                self._stats.count_draft(num_drafts, len(result.accepted_ids), is_looked_up)
             if self._speculator is not None:
                 if result.hidden_states is not None:
                     self._speculator.take_hidden_states(sequence, chunk.start, result.hidden_states)

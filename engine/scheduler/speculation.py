@@ -12,30 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from serve_llm.common.options.speculative import DRAFT_MODEL, PROMPT_LOOKUP
 from serve_llm.common.types import EngineCoreRequest
-from serve_llm.engine.scheduler.acceptance_rates import LONGEST, AcceptanceRates
-from serve_llm.engine.scheduler.prompt_lookup import NgramDraft
+from serve_llm.engine.scheduler.acceptance_rates import LONGEST
+from serve_llm.engine.scheduler.drafters import FIRST_RATE, Drafter, DraftProposer, ModelDrafter, TextDrafters
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.scheduler.step_costs import DraftPause, StepCosts
 
-FIRST_RATE = 0.5  # initial acceptance rate
-RATE_WEIGHT = 0.15  # weight of the latest draft
-EXCESS_WEIGHT = 0.1  # the same for drafts from texts
 LEAST_RATE = 0.1  # below this acceptance rate, drafts are not worth a row even if rows are free
-
-
-class DraftProposer(Protocol):
-    """Drafts the continuation of one text, at almost no cost."""
-
-    def propose(self, token_ids: Items[int], count: int) -> NgramDraft:
-        """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
-
-    def finish(self, sequence: Sequence) -> None:
-        """Record that the text has ended."""
 
 
 class BatchDraftProposer(Protocol):
@@ -54,64 +41,13 @@ class BatchDraftProposer(Protocol):
         """Record that the request has ended."""
 
 
-@dataclass(slots=True)
-class _Drafter(ABC):
-    """The drafts of one sequence."""
-
-    proposed: Items[int] = ()  # draft of the ids after the first `num_ids`
-    num_ids: int = 0  # length of the sequence when `proposed` was made
-
-    def judge(self, token_ids: Items[int]) -> None:
-        """Compare the last draft with the actual ids, whether or not it was verified."""
-        for place, (guessed, came) in enumerate(zip(self.proposed, token_ids[self.num_ids :], strict=False)):
-            self.learn(place, guessed == came)
-            if guessed != came:
-                break
-
-    @abstractmethod
-    def learn(self, place: int, came_true: bool) -> None:
-        """Record whether the id at `place` of the draft was right, given that those before it were."""
-
-    @abstractmethod
-    def find_chance(self, place: int) -> float:
-        """Return the probability that the id at `place` of the draft is right, given that those before it are."""
-
-
-@dataclass(slots=True)
-class _ModelDrafter(_Drafter):
-    rate: float = FIRST_RATE  # recent acceptance rate of its drafts
-
-    def learn(self, place: int, came_true: bool) -> None:
-        self.rate += RATE_WEIGHT * (came_true - self.rate)
-
-    def find_chance(self, place: int) -> float:
-        return self.rate
-
-
-@dataclass(slots=True, kw_only=True)
-class _TextDrafter(_Drafter):
-    proposer: DraftProposer
-    rates: AcceptanceRates  # shared by all sequences
-    match_length: int = 0  # ids that the draft follows
-    next_lookup: int = 0  # length of the sequence at which to look for the next draft
-    excess: float = 0.0  # recent acceptance rate of its drafts, minus that in `rates`
-    is_verifying: bool = False  # whether `proposed` is verified by a step
-    num_failures: int = 0  # log2 of the next wait: drafts without an accepted id, minus those with one, in limits
-
-    def learn(self, place: int, came_true: bool) -> None:
-        length = self.match_length + place
-        self.excess += EXCESS_WEIGHT * (came_true - self.rates.find_rate(length) - self.excess)
-        self.rates.observe(length, came_true)
-
-    def find_chance(self, place: int) -> float:
-        return max(0.0, self.rates.find_rate(self.match_length + place) + min(0.0, self.excess))
-
-
 class Speculator(ABC):
     """Chooses drafts for the sequences of a scheduler. Its choices do not affect outputs."""
 
     WASTE_WEIGHT = 1.0  # weight of wasted time relative to saved time
-    _drafters: Mapping[int, _Drafter]  # by request id
+    REVIEW_STEPS = 16  # steps after which the shortest useful match is determined again
+    source = PROMPT_LOOKUP  # of the drafts, a method of `--speculative-config`
+    _drafters: Mapping[int, Drafter]  # by request id
 
     def __init__(self, num_tokens: int, max_sequences: int | None = None) -> None:
         """num_tokens: most drafts of a sequence in a step. max_sequences: running and waiting sequences beyond
@@ -148,6 +84,10 @@ class Speculator(ABC):
     def forget(self, sequence: Sequence) -> None:
         """Record that the request has ended."""
 
+    def are_looked_up(self, sequence: Sequence) -> bool:
+        """Whether the drafts that a step verified last come from a text, although `source` is a model."""
+        return False
+
     @abstractmethod
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
         """Whether there are, or will be, drafts for the sequence's next ids that are worth their cost."""
@@ -160,13 +100,13 @@ class Speculator(ABC):
 
     def _find_drafts(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
         drafter = self._drafters.get(sequence.request.id)
-        if drafter is None or not drafter.proposed or drafter.num_ids != len(sequence.token_ids):
-            return []
-        if not self._may_draft(sequence):
+        if drafter is None or not drafter.has_draft(sequence) or not self._may_draft(sequence):
             return []
         most = min(most, len(drafter.proposed))
+        cost = self._find_cost(num_running)
         fixed_cost = 0.0 if self._num_drafting else self._find_fixed_cost(num_running, self._num_drafting_before)
-        return list(drafter.proposed[: self._count_worthwhile(drafter.find_chance, most, num_running, fixed_cost)])
+        count, _ = count_worthwhile(drafter.find_chance, most, cost, fixed_cost, self.WASTE_WEIGHT)
+        return list(drafter.proposed[:count])
 
     def _may_draft(self, sequence: Sequence) -> bool:
         if self.has_too_many or self.costs.is_comparison_due:
@@ -179,27 +119,33 @@ class Speculator(ABC):
         will probably have drafts again."""
         return self.costs.find_fixed_cost(num_running) / max(1, num_drafting)
 
-    def _count_worthwhile(
-        self, find_chance: Callable[[int], float], most: int, num_running: int, fixed_cost: float
-    ) -> int:
-        """Return how many drafts, up to `most`, are accepted often enough to pay for themselves and, together, for
-        `fixed_cost`. find_chance: of a draft, if those before it are accepted."""
-        cost = self._find_cost(num_running)
-        left = fixed_cost
-        chance = 1.0
-        count = 0
-        while count < most:
-            chance *= find_chance(count)
-            gain = chance * (1.0 - cost) - self.WASTE_WEIGHT * (1.0 - chance) * cost
-            if gain < 0.0 or chance < LEAST_RATE:
-                break
-            left -= gain
-            count += 1
-        return count if left <= 0.0 else 0
-
     def _find_cost(self, num_running: int) -> float:
         """The cost of a draft as a share of the cost of an id in a step without drafts."""
         return self.costs.find_draft_cost(num_running)
+
+
+def count_worthwhile(
+    find_chance: Callable[[int], float], most: int, cost: float, fixed_cost: float, waste_weight: float
+) -> tuple[int, float]:
+    """Return how many drafts, up to `most`, are accepted often enough to pay for themselves and, together, for
+    `fixed_cost`; and how many ids' time they are expected to save.
+
+    find_chance: of a draft, if those before it are accepted. cost: of a draft. waste_weight: of wasted time relative to
+    saved time, when each draft is judged.
+    """
+    left = fixed_cost
+    saved = -fixed_cost
+    chance = 1.0
+    count = 0
+    while count < most:
+        chance *= find_chance(count)
+        gain = chance * (1.0 - cost) - waste_weight * (1.0 - chance) * cost
+        if gain < 0.0 or chance < LEAST_RATE:
+            break
+        left -= gain
+        saved += chance - cost
+        count += 1
+    return (count, saved) if left <= 0.0 else (0, 0.0)
 
 
 class TextSpeculator(Speculator):
@@ -207,15 +153,10 @@ class TextSpeculator(Speculator):
 
     Drafts after longer matches are accepted more often, and the rates are learned from all sequences. A sequence whose
     own drafts do worse gets fewer. Rejected drafts delay the sequences that have none, so a draft must be expected to
-    save several times the time that it is expected to waste. A match grows by one with each id, so after a short one
-    there is no lookup until it may be long enough. After drafts of which nothing was accepted, a sequence has none for
-    a number of ids that doubles, so that misleading text costs little even if the costs are wrong.
+    save several times the time that it is expected to waste. See also `TextDrafters`.
     """
 
     WASTE_WEIGHT = 4.0
-    MOST_SKIPPED = 8  # ids without a lookup
-    MOST_FAILURES = 6  # beyond which the wait does not grow: so that each draft that comes true still halves it
-    REVIEW_STEPS = 16  # steps after which the shortest useful match is determined again
 
     def __init__(
         self,
@@ -226,50 +167,19 @@ class TextSpeculator(Speculator):
     ) -> None:
         """build_proposer: makes the proposer of one sequence. clock: returns seconds."""
         super().__init__(num_tokens, max_sequences)
-        self._drafters: dict[int, _TextDrafter] = {}
-        self._build_proposer = build_proposer
-        self._clock = clock
-        self._rates = AcceptanceRates()
+        self.texts = TextDrafters(num_tokens, build_proposer, clock)
+        self._drafters = self.texts.by_request
         self._pause = DraftPause()
-        self._lookup_seconds = 0.0  # since the last step
         self._num_steps = 0
-        self._least_length = 1  # the length of matches that are worth drafts
 
     def update(self, sequence: Sequence) -> None:
-        if not sequence.num_output or self.has_too_many:
-            return
-        drafter = self._drafters.get(sequence.request.id)
-        if drafter is None:  # also in a pause, because its proposer keeps the text for later ones
-            drafter = _TextDrafter(proposer=self._build_proposer(sequence.request), rates=self._rates)
-            self._drafters[sequence.request.id] = drafter
-        if drafter.is_verifying and len(sequence.token_ids) > drafter.num_ids:
-            self._settle(drafter, sequence.token_ids)
-        if not self._pause.is_on and len(sequence.token_ids) >= drafter.next_lookup:
-            started_at = self._clock()
-            self._look_up(drafter, sequence.token_ids)
-            self._lookup_seconds += self._clock() - started_at
-
-    def _settle(self, drafter: _TextDrafter, token_ids: Items[int]) -> None:
-        """Wait before the next lookup if nothing was accepted."""
-        drafter.is_verifying = False
-        if drafter.proposed[0] == token_ids[drafter.num_ids]:
-            drafter.num_failures = max(0, drafter.num_failures - 1)
-            return
-        drafter.num_failures = min(self.MOST_FAILURES, drafter.num_failures + 1)
-        drafter.next_lookup = len(token_ids) + 2**drafter.num_failures
-
-    def _look_up(self, drafter: _TextDrafter, token_ids: Items[int]) -> None:
-        if drafter.proposed:
-            drafter.judge(token_ids)
-        drafter.proposed, drafter.match_length = drafter.proposer.propose(token_ids, self.num_tokens)
-        drafter.num_ids = len(token_ids)
-        num_missing = self._least_length - drafter.match_length
-        drafter.next_lookup = drafter.num_ids + max(1, min(self.MOST_SKIPPED, num_missing))
+        if sequence.num_output and not self.has_too_many:
+            self.texts.update(sequence, is_paused=self._pause.is_on)
 
     def choose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
         drafts = super().choose(sequence, most, num_running)
         if drafts:
-            self._drafters[sequence.request.id].is_verifying = True
+            self.texts.by_request[sequence.request.id].is_verifying = True
         return drafts
 
     def observe_step(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
@@ -277,26 +187,25 @@ class TextSpeculator(Speculator):
             return
         cost = self.costs.observe(num_sequences, num_drafts, seconds)
         step_seconds = self.costs.find_step_seconds()
+        lookup_seconds = self.texts.take_seconds()
         if step_seconds > 0.0:
-            cost += self._lookup_seconds / step_seconds
-        self._lookup_seconds = 0.0
+            cost += lookup_seconds / step_seconds
         self._pause.observe(num_accepted / num_sequences, cost, num_drafts > 0)
         self._num_steps += 1
         if self._num_steps % self.REVIEW_STEPS == 0:
-            self._least_length = self._find_least_length(num_sequences)
+            self.texts.least_length = self._find_least_length(num_sequences)
 
     def _find_least_length(self, num_running: int) -> int:
+        cost = self._find_cost(num_running)
         fixed_cost = self._find_fixed_cost(num_running, self._num_drafting)
         for length in range(1, LONGEST):
-            find_chance = partial(self._rates.find_later_rate, length)
-            if self._count_worthwhile(find_chance, self.num_tokens, num_running, fixed_cost):
+            find_chance = partial(self.texts.rates.find_later_rate, length)
+            if count_worthwhile(find_chance, self.num_tokens, cost, fixed_cost, self.WASTE_WEIGHT)[0]:
                 return length
         return LONGEST
 
     def forget(self, sequence: Sequence) -> None:
-        drafter = self._drafters.pop(sequence.request.id, None)
-        if drafter is not None:
-            drafter.proposer.finish(sequence)
+        self.texts.forget(sequence)
 
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
         return bool(self._find_drafts(sequence, self.num_tokens, num_running))
@@ -306,28 +215,47 @@ class TextSpeculator(Speculator):
 
 
 class ModelSpeculator(Speculator):
-    """Drafts with another model if that pays off: a draft id costs a step of that model in addition to the row."""
+    """Drafts with another model if that pays off: a draft id costs a step of that model in addition to the row.
+
+    Where a draft from the texts is expected to save at least as much time, it is verified instead, and the model is
+    not asked. Such a draft must also be worthwhile for a `TextSpeculator`. The model goes first until its rate is
+    known, and again after some ids without it, because it may have become better.
+    """
 
     RATE_MEMORY = 0.98  # weight of the rate so far, over all sequences, relative to one new comparison
     TRIAL_IDS = 32  # make a draft after this many ids without one, so that a low rate can recover
+    FEW = 8  # drafts of a sequence after which its rate is known
 
-    def __init__(self, num_tokens: int, proposer: BatchDraftProposer, max_sequences: int | None = None) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        proposer: BatchDraftProposer,
+        max_sequences: int | None = None,
+        texts: TextDrafters | None = None,
+        source: str = DRAFT_MODEL,
+    ) -> None:
+        """texts: None to verify no drafts from texts. source: see `Speculator`."""
         super().__init__(num_tokens, max_sequences)
-        self._drafters: dict[int, _ModelDrafter] = {}
+        self.source = source
+        self.texts = texts
+        self._drafters: dict[int, ModelDrafter] = {}
         self._proposer = proposer
         self._mean_rate = FIRST_RATE  # mean over all sequences, used as the initial rate of a new one
+        self._num_steps = 0
 
     def update(self, sequence: Sequence) -> None:
         if not sequence.num_output:
             return
         drafter = self._drafters.get(sequence.request.id)
         if drafter is None:
-            drafter = self._drafters[sequence.request.id] = _ModelDrafter(rate=self._mean_rate)
+            drafter = self._drafters[sequence.request.id] = ModelDrafter(rate=self._mean_rate)
         if drafter.proposed:
             drafter.judge(sequence.token_ids)
             self._mean_rate = self.RATE_MEMORY * self._mean_rate + (1.0 - self.RATE_MEMORY) * drafter.rate
             drafter.proposed = ()
             drafter.num_ids = len(sequence.token_ids)
+        if self.texts is not None and not self.has_too_many:
+            self.texts.update(sequence)
 
     def prepare(self, ready: Iterable[tuple[Sequence, int]], num_running: int, num_waiting: int = 0) -> None:
         super().prepare(ready, num_running, num_waiting)
@@ -335,14 +263,18 @@ class ModelSpeculator(Speculator):
         wanted = []
         for sequence, most in ready:
             drafter = self._drafters.get(sequence.request.id)
-            if drafter is None or not self._may_draft(sequence):
+            if drafter is None or drafter.has_draft(sequence) or not self._may_draft(sequence):
                 continue
-            if drafter.proposed and drafter.num_ids == len(sequence.token_ids):
+            most = min(most, self.num_tokens)
+            count, saved = self._count_guesses(drafter, sequence, most, num_running)
+            if not count:
                 continue
-            count = self._count_guesses(drafter, sequence, min(most, self.num_tokens), num_running)
-            if count:
-                drafters.append(drafter)
-                wanted.append((sequence, count))
+            if drafter.num_judged >= self.FEW and not self._is_trial_due(drafter, sequence):
+                looked_up, saved_by_text = self._look_up(sequence, most, num_running)
+                if looked_up and saved_by_text >= saved:
+                    continue
+            drafters.append(drafter)
+            wanted.append((sequence, count))
         if not wanted:
             return
         for drafter, (sequence, _), proposed in zip(drafters, wanted, self._proposer.propose(wanted), strict=True):
@@ -357,17 +289,73 @@ class ModelSpeculator(Speculator):
         drafter = self._drafters.get(sequence.request.id)
         if drafter is None or not self._may_draft(sequence):
             return False
-        return self._count_guesses(drafter, sequence, self.num_tokens, num_running) > 0
+        count, _ = self._count_guesses(drafter, sequence, self.num_tokens, num_running)
+        return count > 0 or bool(self._look_up(sequence, self.num_tokens, num_running)[0])
 
-    def _count_guesses(self, drafter: _Drafter, sequence: Sequence, most: int, num_running: int) -> int:
+    def choose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
+        """Choose the model's drafts if there are any, because `prepare` asked the model only where they are better."""
+        drafter = self._drafters.get(sequence.request.id)
+        if self.texts is None or drafter is None or drafter.has_draft(sequence) or not self._may_draft(sequence):
+            return super().choose(sequence, most, num_running)
+        drafts, _ = self._look_up(sequence, most, num_running)
+        if drafts:
+            self.texts.by_request[sequence.request.id].is_verifying = True
+            self._num_drafting += 1
+        return drafts
+
+    def are_looked_up(self, sequence: Sequence) -> bool:
+        drafter = None if self.texts is None else self.texts.by_request.get(sequence.request.id)
+        return drafter is not None and drafter.is_verifying
+
+    def observe_step(self, num_sequences: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        super().observe_step(num_sequences, num_drafts, num_accepted, seconds)
+        self._num_steps += 1
+        if self.texts is not None and self._num_steps % self.REVIEW_STEPS == 0:
+            self.texts.least_length = self._find_least_length(self.texts, num_sequences)
+
+    def _find_least_length(self, texts: TextDrafters, num_running: int) -> int:
+        """Return the length of matches whose drafts save as much as the model's."""
+        _, saved = self._judge(lambda place: self._mean_rate, self.num_tokens, num_running)
+        for length in range(1, LONGEST):
+            find_chance = partial(texts.rates.find_later_rate, length)
+            count, saved_by_text = self._judge(find_chance, self.num_tokens, num_running, is_of_text=True)
+            if count and saved_by_text >= saved:
+                return length
+        return LONGEST
+
+    def _count_guesses(
+        self, drafter: ModelDrafter, sequence: Sequence, most: int, num_running: int
+    ) -> tuple[int, float]:
+        """Return how many drafts of the model are worthwhile, and how many ids' time they are expected to save."""
+        count, saved = self._judge(drafter.find_chance, most, num_running)
+        return count or min(most, int(self._is_trial_due(drafter, sequence))), saved
+
+    def _is_trial_due(self, drafter: ModelDrafter, sequence: Sequence) -> bool:
+        return len(sequence.token_ids) - drafter.num_ids >= self.TRIAL_IDS
+
+    def _look_up(self, sequence: Sequence, most: int, num_running: int) -> tuple[list[int], float]:
+        """Return the worthwhile drafts from texts, and how many ids' time they are expected to save."""
+        drafter = None if self.texts is None else self.texts.by_request.get(sequence.request.id)
+        if drafter is None or not drafter.has_draft(sequence):
+            return [], 0.0
+        most = min(most, len(drafter.proposed))
+        count, saved = self._judge(drafter.find_chance, most, num_running, is_of_text=True)
+        return list(drafter.proposed[:count]), saved
+
+    def _judge(
+        self, find_chance: Callable[[int], float], most: int, num_running: int, is_of_text: bool = False
+    ) -> tuple[int, float]:
+        """See `count_worthwhile`. is_of_text: the drafts come from a text, and take no step of the model."""
         fixed_cost = self._find_fixed_cost(num_running, self._num_drafting_before)
-        count = self._count_worthwhile(drafter.find_chance, most, num_running, fixed_cost)
-        is_trial_due = len(sequence.token_ids) - drafter.num_ids >= self.TRIAL_IDS
-        return count or min(most, int(is_trial_due))
+        cost = super()._find_cost(num_running) if is_of_text else self._find_cost(num_running)
+        waste_weight = TextSpeculator.WASTE_WEIGHT if is_of_text else self.WASTE_WEIGHT
+        return count_worthwhile(find_chance, most, cost, fixed_cost, waste_weight)
 
     def forget(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence.request.id, None)
         self._proposer.forget(sequence.request.id)
+        if self.texts is not None:
+            self.texts.forget(sequence)
 
     def _find_cost(self, num_running: int) -> float:
         """Add the cost of a step of the proposer."""

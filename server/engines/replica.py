@@ -85,6 +85,9 @@ class Replica:
             num_drafts=past.num_drafts + now.num_drafts,
             num_draft_tokens=past.num_draft_tokens + now.num_draft_tokens,
             num_accepted_tokens=past.num_accepted_tokens + now.num_accepted_tokens,
+            num_lookup_drafts=past.num_lookup_drafts + now.num_lookup_drafts,
+            num_lookup_draft_tokens=past.num_lookup_draft_tokens + now.num_lookup_draft_tokens,
+            num_lookup_accepted_tokens=past.num_lookup_accepted_tokens + now.num_lookup_accepted_tokens,
             num_forced_tokens=past.num_forced_tokens + now.num_forced_tokens,
             accepted_by_position=[
                 sum(pair) for pair in zip_longest(past.accepted_by_position, now.accepted_by_position, fillvalue=0)

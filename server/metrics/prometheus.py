@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from serve_llm.common.options.schema import Options
+from serve_llm.common.options.speculative import NO_DRAFTS, PROMPT_LOOKUP
 from serve_llm.common.types import EPLBStats, ModelInfo, OffloadStats, SchedulerStats
 from serve_llm.server.metrics.histogram import Histogram
 from serve_llm.server.metrics.meter import MeasuredEngine, MeasuredEngines, Meter, ServerCounts
@@ -44,8 +45,8 @@ class EngineCollector(Collector):
         yield self._waiting_by_reason()
         for name, text, counter in _COUNTERS:
             yield self._family(CounterMetricFamily, name, text, counter)
-        for name, text, count in _DRAFTS:
-            yield self._by_source(name, text, count)
+        for name, text, count, count_lookups in _DRAFTS:
+            yield self._by_source(name, text, count, count_lookups)
         yield self._accepted_by_position()
         yield self._by_label(
             "request_success", "Ended choices by reason.", "finished_reason", lambda meter: meter.finished
@@ -143,14 +144,24 @@ class EngineCollector(Collector):
             family.add_metric([*labels, "deferred"], stats.num_deferred)
         return family
 
-    def _by_source(self, name: str, text: str, count: Callable[[SchedulerStats], int]) -> Metric:
-        """Counts of drafts. All engines have the same draft source; without it, there are no samples."""
+    def _by_source(
+        self,
+        name: str,
+        text: str,
+        count: Callable[[SchedulerStats], int],
+        count_lookups: Callable[[SchedulerStats], int],
+    ) -> Metric:
+        """Counts of drafts. All engines have the same draft source; without it, there are no samples. count_lookups:
+        those that are looked up beside a draft model."""
         if self._draft_source is None:
             self._draft_source = next((engine.facts.draft_source for engine in self._engines if engine.ready), None)
         family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
         if self._draft_source is not None:
             for labels, engine in self._labelled_engines():
-                family.add_metric([*labels, self._draft_source], count(engine.stats))
+                num_lookups = count_lookups(engine.stats)
+                family.add_metric([*labels, self._draft_source], count(engine.stats) - num_lookups)
+                if self._draft_source not in (NO_DRAFTS, PROMPT_LOOKUP):
+                    family.add_metric([*labels, PROMPT_LOOKUP], num_lookups)
         return family
 
     def _accepted_by_position(self) -> Metric:
@@ -249,10 +260,25 @@ _COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats, Meter], float]], ...]
     ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
     ("replayed_tokens", "Tokens computed again for them.", lambda _, meter: meter.replayed_tokens),
 )
-_DRAFTS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = (
-    ("spec_decode_num_drafts", "Times a step verified drafts.", lambda stats: stats.num_drafts),
-    ("spec_decode_num_draft_tokens", "Draft tokens verified.", lambda stats: stats.num_draft_tokens),
-    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda stats: stats.num_accepted_tokens),
+_DRAFTS: tuple[tuple[str, str, Callable[[SchedulerStats], int], Callable[[SchedulerStats], int]], ...] = (
+    (
+        "spec_decode_num_drafts",
+        "Times a step verified drafts.",
+        lambda stats: stats.num_drafts,
+        lambda stats: stats.num_lookup_drafts,
+    ),
+    (
+        "spec_decode_num_draft_tokens",
+        "Draft tokens verified.",
+        lambda stats: stats.num_draft_tokens,
+        lambda stats: stats.num_lookup_draft_tokens,
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Draft tokens accepted.",
+        lambda stats: stats.num_accepted_tokens,
+        lambda stats: stats.num_lookup_accepted_tokens,
+    ),
 )
 _OFFLOAD: tuple[
     tuple[str, str, type[GaugeMetricFamily] | type[CounterMetricFamily], Callable[[OffloadStats], int]], ...

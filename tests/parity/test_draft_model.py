@@ -74,6 +74,25 @@ def test_every_way_to_compute(how: str, tmp_path: Path) -> None:
     check(engine)
 
 
+@pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["one rank", "two ranks", "two stages"])
+def test_with_prompt_lookup_where_the_text_repeats_itself(how: dict[str, object], tmp_path: Path) -> None:
+    directory, on, requests = case("llama", tmp_path)
+    longer = [
+        msgspec.structs.replace(
+            request,
+            prompt_ids=[*request.prompt_ids[:12], *range(40, 52)] * 3,
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=64, stop_token_ids=()),
+        )
+        for request in requests
+    ]
+    expected = generate(make_engine(directory, **(OFF | how)), longer, ARRIVALS)
+    engine = draft_freely(make_engine(directory, **(on | how)))
+    assert_equal(generate(engine, longer, ARRIVALS), expected)
+    check(engine)
+    stats = engine.scheduler.stats()
+    assert 0 < stats.num_lookup_accepted_tokens <= stats.num_lookup_draft_tokens < stats.num_draft_tokens
+
+
 @pytest.mark.pairs("DP + draft model", "EP + draft model")
 def test_engines_that_share_experts(tmp_path: Path) -> None:
     directory, on, requests = case("mixtral", tmp_path)

@@ -25,7 +25,10 @@ def check_head(engine: EngineCore) -> None:
 
 
 def record_guesses(engine: EngineCore) -> list[tuple[list[int], list[int]]]:
-    """Record all guesses from now on, each with the preceding ids."""
+    """Record all guesses from now on, each with the preceding ids. There are no drafts from texts, which would take the
+    place of some."""
+    assert isinstance(engine._speculator, ModelSpeculator)
+    engine._speculator.texts = None
     model = find_draft_model(engine)
     propose = model.propose
     found: list[tuple[list[int], list[int]]] = []

@@ -131,7 +131,7 @@ def draft_from(
     texts = [[*request.prompt_ids, *results[request.id].token_ids] for request in requests]
     speculator = draft_freely(engine)._speculator
     assert isinstance(speculator, TextSpeculator)
-    speculator._build_proposer = lambda request: KnownTexts(texts, wrong_every)
+    speculator.texts.build_proposer = lambda request: KnownTexts(texts, wrong_every)
     return engine
 
 
