@@ -305,7 +305,7 @@ def _build_speculator(
         return TextSpeculator(num_tokens, build_proposer, clock, config.disable_by_batch_size)
     assert draft_model is not None, "the draft model was not loaded"
     texts = TextDrafters(num_tokens, build_proposer, clock)
-    return ModelSpeculator(num_tokens, draft_model, config.disable_by_batch_size, texts, config.method)
+    return ModelSpeculator(num_tokens, draft_model, config.disable_by_batch_size, texts)
 
 
 def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder | None) -> OffloadManager | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serve_llm.common.engine_placement import EnginePlacement
-from serve_llm.common.errors import CapacityError, OptionError
+from serve_llm.common.errors import CapacityError
 from serve_llm.common.hub import read_config
 from serve_llm.common.logs import configure
 from serve_llm.common.messages import Start
@@ -115,7 +115,8 @@ def start_engine(
         resources.callback(step_sync.close)
         expert_groups = ExpertParallelGroups(config, step_sync, find_group_address(options, worker_group))
     draft_model = build_draft_model(draft, config)
-    executor = build_executor(config, spec, weights, raw, worker_group, expert_groups)
+    executor = build_executor(config, spec, weights, raw, worker_group, expert_groups, draft)
+    draft_model = draft_model or reach_draft_model(draft, config, executor)
 
     def close_executor(kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and worker_group is not None:
@@ -272,11 +273,6 @@ def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig
     model."""
     if config.speculation is None or not config.speculation.has_draft_model:
         return None
-    if config.executor_backend == "ray" and config.device == "cuda":
-        raise OptionError(
-            "--speculative-config: the draft model runs in the engine's process, to which Ray assigns no GPU; use "
-            "--distributed-executor-backend mp, or method ngram"
-        )
     directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
     if not config.speculation.reads_hidden_states:  # a head uses the served model's
         check_tokenizers(options, Path(config.directory), directory)
@@ -291,12 +287,22 @@ def add_hidden_state_layers(config: Config, draft: DraftModelConfig | None) -> C
 
 
 def build_draft_model(draft: DraftModelConfig | None, config: Config) -> DraftModel | None:
-    """Load the draft model, before memory for the served model's KV cache is measured. config: the served model's."""
-    if draft is None:
+    """Load the draft model, before memory for the served model's KV cache is measured. config: the served model's.
+    Returns None if the ranks hold it."""
+    if draft is None or draft.is_on_ranks:
         return None
     from serve_llm.engine.draft_model.load import load_draft_model
 
     return load_draft_model(draft, config)
+
+
+def reach_draft_model(draft: DraftModelConfig | None, config: Config, executor: Executor) -> DraftModel | None:
+    """Return the draft model that the executor's ranks hold; None if they hold none."""
+    if draft is None or not draft.is_on_ranks:
+        return None
+    from serve_llm.engine.distributed.draft_ranks import build_draft_model_on_ranks
+
+    return build_draft_model_on_ranks(draft, config, executor)
 
 
 def _limit_length(options: EngineOptions, max_position: int, modules: SentenceModules | None) -> int:
@@ -335,12 +341,14 @@ def build_executor(
     raw: dict[str, object],
     worker_group: WorkerGroup | None = None,
     expert_groups: ExpertParallelGroups | None = None,
+    draft: DraftModelConfig | None = None,
 ) -> Executor:
     """Load the model on all ranks and allocate the KV cache.
 
     weights: None for a TransformersSpec. raw: config.json. worker_group: started workers, which end with the
-    executor; None to start them here if needed. expert_groups: with the engines that share the experts. Raises the
-    error of a rank that fails, and CapacityError if the cache is too small for one request.
+    executor; None to start them here if needed. expert_groups: with the engines that share the experts. draft: the
+    draft model, which the ranks load as well if it is to be on them. Raises the error of a rank that fails, and
+    CapacityError if the cache is too small for one request.
     """
     if isinstance(spec, ModelSpec):
         for line in describe_split(spec, config):
@@ -355,7 +363,8 @@ def build_executor(
         assert worker_group is not None or config.executor_backend == "mp", "start_workers starts workers on Ray"
         worker_group = worker_group or launch_workers(config.tensor_parallel_size * config.pipeline_parallel_size)
         join_experts = expert_groups.join if expert_groups is not None else None
-        builder = connect_workers(config, spec, raw, worker_group, join_experts)
+        on_ranks = draft.config if draft is not None and draft.is_on_ranks else None
+        builder = connect_workers(config, spec, raw, worker_group, join_experts, on_ranks)
     try:
         loaded = builder.load()
         if config.device == "cpu":
@@ -374,4 +383,5 @@ def build_executor(
     executor = builder.build_executor(kv_cache_config)
     executor.hosts = [rank.host for rank in loaded]
     executor.host_memory = [rank.host_memory for rank in ready if rank.host_memory is not None]
+    executor.draft_shards = [rank.draft for rank in loaded if rank.draft is not None]
     return executor if expert_groups is None else DPSyncExecutor(executor, expert_groups.sync)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serve_llm.cli.plan import activations
-from serve_llm.cli.plan.draft_model import count_draft_bytes
+from serve_llm.cli.plan.draft_model import count_draft_bytes, read_draft_model
 from serve_llm.cli.plan.hardware import Hardware, HardwareOptions, choose_device, resolve_hardware
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config, check_options, resolve
+from serve_llm.engine.draft_model.resolve import DraftModelConfig
 from serve_llm.engine.model.config import describe_ignored_keys
 from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
 from serve_llm.engine.model.lora_targets import count_adapter_bytes, find_served_targets
@@ -49,7 +50,7 @@ class RankPlan:
     kv_heads: int
     weights: int
     adapters: int  # reserved for LoRA adapters
-    draft_model: int  # weights and KV cache of the draft model, which runs on rank 0's device
+    draft_model: int  # weights and KV cache of the draft model, or of this rank's shard of it
     activations: int  # in the largest step
     kv_cache: int
     room: int  # bytes that this rank may use
@@ -96,7 +97,7 @@ class _Planner:
     spec: ModelSpec
     config: Config
     hardware: Hardware
-    draft_bytes: int = 0  # taken by the draft model
+    draft: DraftModelConfig | None = None
 
     def plan_layout(
         self,
@@ -123,7 +124,7 @@ class _Planner:
             weights = weight_bytes(spec, shard, config.element_bytes, config.device).held
             adapters = count_adapter_bytes(spec, shard, config)
             step = activations.peak_bytes(spec, shard, cache.groups, config, config.element_bytes)
-            draft_model = 0 if rank else self.draft_bytes
+            draft_model = count_draft_bytes(self.draft, self._find_draft_memory(layout), layout, rank)
             held = weights + adapters + draft_model
             cache_bytes, room = self._size_cache(held, step, blocks_per_request, cache, layout)
             num_blocks.append(cache.fill(cache_bytes).num_blocks)
@@ -169,6 +170,12 @@ class _Planner:
             missing_for=max(missing)[1],
             missing_devices=0 if self.has_devices(layout) else self._count_devices(layout) - self.num_devices,
         )
+
+    def _find_draft_memory(self, layout: ParallelLayout) -> int:
+        """Bytes of memory of which the draft model's KV cache takes a share."""
+        if self.draft is None or not self.draft.is_on_ranks or self.config.device != "cpu":
+            return self.hardware.memory
+        return self.hardware.memory // -(-layout.size * self.config.data_parallel_size // self.hardware.nodes)
 
     def _describe_cache_limit(self, request: str) -> str:
         """What is short if only the KV cache is. request: one full-length request, in words."""
@@ -327,7 +334,7 @@ def build_plan(
     if config.max_loras:
         find_served_targets(config, spec, weights)  # raises if the server refuses adapters
     hardware = resolve_hardware(hardware_options, device, config)
-    planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, raw, hardware.memory))
+    planner = _Planner(spec, config, hardware, read_draft_model(options, config, raw))
     suggested, last, reason = planner.suggest()
     chosen = _plan_requested(planner, options, states_layout) or suggested or last
     nodes_needed = None if suggested else _find_nodes_needed(planner)

@@ -107,9 +107,15 @@ def _check_lora(options: Options) -> None:
 
 
 def _check_speculation(options: Options) -> None:
-    """Refuse an MTP layer from another checkpoint."""
+    """Refuse an MTP layer from another checkpoint, and a draft model on some of the ranks."""
     if options.speculative_config is None:
         return
+    size = 1 if options.speculation is None else options.speculation.draft_tensor_parallel_size
+    if size not in (1, options.tensor_parallel_size):
+        raise OptionError(
+            f"--speculative-config: draft_tensor_parallel_size must be 1 or --tensor-parallel-size, which is "
+            f"{options.tensor_parallel_size}, not {size}"
+        )
     model = find_mtp_model(options.speculative_config)
     if model not in (None, options.model):
         raise OptionError(

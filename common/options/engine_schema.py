@@ -204,8 +204,8 @@ class EngineOptions:
         'earlier text of the request, {"method": "draft_model", "model": MODEL}, or MODEL alone, from a small model '
         'with the same tokenizer, {"method": "eagle3", "model": HEAD} from an EAGLE-3 head, {"method": "mtp"} '
         "from the checkpoint's MTP layer, none verifies no drafts; other keys: num_speculative_tokens, "
-        "prompt_lookup_max, prompt_lookup_min, disable_by_batch_size (default: on CPUs ngram with at most 2 "
-        "requests at a time, otherwise none)",
+        "draft_tensor_parallel_size, prompt_lookup_max, prompt_lookup_min, disable_by_batch_size (default: on CPUs "
+        "ngram with at most 2 requests at a time, otherwise none)",
         metavar="JSON",
     )
     enable_lora: bool = option(False, parse_boolean, "serve LoRA adapters, which requests name as their model")

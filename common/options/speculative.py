@@ -11,6 +11,7 @@ from serve_llm.common.options.parsers import parse_object
 MAX_DRAFT_TOKENS = 16
 MAX_MATCH = 64
 MAX_BATCH_SIZE = 1 << 16
+MAX_RANKS = 1 << 16
 MTP_TOKENS = 1  # what an MTP layer is trained for
 
 
@@ -64,6 +65,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 3  # minimum length of a match
     model: str | None = None  # the draft model or head: a directory or a Hugging Face id
     revision: str | None = None  # branch, tag or commit of the Hugging Face id
+    draft_tensor_parallel_size: int = 1  # of a draft model: 1, or that of the served model
     disable_by_batch_size: int | None = None  # more requests, running and waiting: no drafts; None: never
 
     @property
@@ -122,7 +124,8 @@ def parse_speculative_config(value: object) -> str:
     count = count or (MTP_TOKENS if method == MTP else SpeculativeConfig.num_speculative_tokens)
     config = _read_prompt_lookup(given, count) if method == PROMPT_LOOKUP else _read_draft_model(given, method, count)
     config = replace(config, disable_by_batch_size=_read_count(given, "disable_by_batch_size", MAX_BATCH_SIZE))
-    return json.dumps({key: chosen for key, chosen in asdict(config).items() if chosen is not None})
+    keys = ("method", *KEYS[method])
+    return json.dumps({key: chosen for key, chosen in asdict(config).items() if key in keys and chosen is not None})
 
 
 def find_mtp_model(text: str) -> str | None:
@@ -176,8 +179,8 @@ def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> S
         raise ValueError(f"method {method} needs 'model', the directory or Hugging Face id of the {what}")
     if method == MTP and not isinstance(model, str | None):
         raise ValueError("method mtp: model must be the name of the served model; omit it")
-    size = given.get("draft_tensor_parallel_size", 1)
-    if isinstance(size, bool) or size != 1:
+    size = _read_count(given, "draft_tensor_parallel_size", MAX_RANKS) or 1
+    if method != DRAFT_MODEL and size != 1:
         raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} runs on a single rank")
     revision = given.get("revision")
     if not isinstance(revision, str | None) or revision == "":
@@ -187,6 +190,7 @@ def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> S
         num_speculative_tokens=count,
         model=None if model is None else str(model),
         revision=revision,
+        draft_tensor_parallel_size=size,
     )
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from serve_llm.common.types import EPLBStats
-from serve_llm.engine.distributed.messages import CacheReady, LoadDone
+from serve_llm.engine.distributed.messages import CacheReady, DraftShard, LoadDone
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
 from serve_llm.engine.worker.kv_cache import HostMemory, KVCacheConfig
@@ -22,6 +22,7 @@ class Executor(Protocol):
     kv_cache_config: KVCacheConfig  # agreed by all ranks
     hosts: Sequence[str] = ()  # name of each rank's host
     host_memory: Sequence[HostMemory] = ()  # offload slots of the ranks that hold KV, if blocks are offloaded
+    draft_shards: Sequence[DraftShard] = ()  # of a draft model, on the ranks of the last stage
 
     @property
     def eplb_stats(self) -> EPLBStats | None:
@@ -74,9 +75,11 @@ class DPSyncExecutor(Executor):
         self.kv_cache_config = executor.kv_cache_config
         self.hosts = executor.hosts
         self.host_memory = executor.host_memory
+        self.draft_shards = executor.draft_shards
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
-        self.sync.enter()
+        if not scheduler_output.is_for_draft_model:  # whose experts are not shared
+            self.sync.enter()
         return self.executor.execute(scheduler_output, masks)
 
     @property

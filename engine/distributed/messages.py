@@ -52,12 +52,20 @@ class GroupsReady(msgspec.Struct, tag=True, frozen=True):
     """The worker has joined its process groups."""
 
 
+class DraftShard(msgspec.Struct, frozen=True):
+    """What a rank holds of a draft model."""
+
+    weight_bytes: int
+    kv_cache_config: KVCacheConfig
+
+
 class LoadDone(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int  # KV cache blocks that this rank has memory for
     weight_bytes: int
     threads: CpuThreads
     num_slots: int = 0  # blocks that --kv-offload-memory holds here
     host: str = msgspec.field(default_factory=socket.gethostname)  # name of the rank's host for log and error messages
+    draft: DraftShard | None = None  # None if this rank holds no draft model
 
 
 class CacheReady(msgspec.Struct, tag=True, frozen=True):
@@ -122,6 +130,13 @@ class SetupChannels(msgspec.Struct, tag=True, frozen=True):
     host_store: bool
 
 
+class DraftSetup(msgspec.Struct, frozen=True):
+    """The draft model of which each rank of the last stage holds a shard."""
+
+    config: Config
+    model: str  # its config.json
+
+
 class InitWorker(msgspec.Struct, tag=True, frozen=True):
     """Join the process groups, then load the model."""
 
@@ -136,6 +151,7 @@ class InitWorker(msgspec.Struct, tag=True, frozen=True):
     expert_group: ExpertGroupSetup | None = None  # None if no other engine holds experts
     log_format: str = "text"
     logs_progress: bool = False  # one rank of each host logs the progress of loading
+    draft: DraftSetup | None = None  # None if this rank holds no draft model
 
 
 class AllocateCache(msgspec.Struct, tag=True, frozen=True):

@@ -10,12 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from serve_llm.common.errors import EngineError
 from serve_llm.common.hosts import difference, fingerprint, host_id
+from serve_llm.common.hub import read_config
 from serve_llm.common.logs import read_format
 from serve_llm.common.types import EPLBStats
 from serve_llm.engine.config import Config
@@ -52,12 +54,13 @@ def connect_workers(
     model: Mapping[str, object],
     worker_group: WorkerGroup,
     join_experts: JoinExpertGroups | None,
+    draft: Config | None = None,
 ) -> MpExecutorBuilder:
     """Connect the engine and its workers with each other.
 
     model: config.json, from which `spec` was read. worker_group: closed together with the result. join_experts:
-    `ExpertParallelGroups.join`, if data-parallel engines share the experts. Raises the error of a rank that fails, with
-    a message that names the rank.
+    `ExpertParallelGroups.join`, if data-parallel engines share the experts. draft: the settings of a draft model of
+    which the ranks hold shards. Raises the error of a rank that fails, with a message that names the rank.
     """
     parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
     setup: RankSetup | None = None
@@ -84,6 +87,12 @@ def connect_workers(
 
         log_level = logging.getLevelName(max(logger.getEffectiveLevel(), logging.DEBUG)).lower()
         config_json = json.dumps(model)
+        draft_setup = None
+        if draft is not None:
+            directory = Path(draft.directory).absolute()  # ranks that Ray starts have another current directory
+            draft_setup = messages.DraftSetup(
+                replace(draft, directory=str(directory)), json.dumps(read_config(directory))
+            )
         for rank in range(parallel.size):
             ranks_on_host = setup.local_ranks(rank)
             init = messages.InitWorker(
@@ -98,6 +107,7 @@ def connect_workers(
                 expert_group=expert_setups[rank] if expert_setups else None,
                 log_format=read_format(),
                 logs_progress=log_level in ("info", "debug") and rank == ranks_on_host[0],
+                draft=draft_setup if rank in parallel.tp_group(parallel.output_rank) else None,
             )
             worker_group.send(rank, init)
         worker_group.gather(messages.GroupsReady, START_SECONDS)

@@ -64,6 +64,7 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
         init.local_ranks,
         experts,
         wait_for_all,
+        builder.wait_for_draft_model,
     )
 
 
@@ -144,12 +145,18 @@ class _GroupBuilder:
         """Wait until all ranks have loaded their weights. Collectives on GPUs would time out during a slow load.
 
         Returns whether `value` is true on all ranks; on CPUs, `value`. Raises EngineError."""
+        return self._wait("weights", self._rank, self._parallel.size, value)
+
+    def wait_for_draft_model(self, value: bool) -> bool:
+        """The same for the ranks of the last stage, each of which has loaded its shard of the draft model."""
+        return self._wait("draft model", self._parallel.tp_rank(self._rank), self._parallel.tp_size, value)
+
+    def _wait(self, what: str, rank: int, size: int, value: bool) -> bool:
         if self._store is None or self._backend != "nccl":
             return value
         from serve_llm.engine.parallel.torch_group import gather_values
 
-        size = self._parallel.size
-        values = gather_values(self._store, "weights", self._rank, size, str(value), seconds=LOAD_SECONDS)
+        values = gather_values(self._store, what, rank, size, str(value), seconds=LOAD_SECONDS)
         return values == [str(True)] * size
 
     def tensor_parallel_group(self) -> ProcessGroup:

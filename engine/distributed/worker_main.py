@@ -112,10 +112,23 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     receiver = open_step_receiver(connection, rank, init.steps)
     connection.send(messages.GroupsReady())
 
+    draft = None
+    if init.draft is not None:
+        from serve_llm.engine.distributed.draft_shard import load_draft_shard
+
+        draft = load_draft_shard(init.draft, config, parallel.tp_rank(rank), groups)
     spec, weights = read_model(json.loads(init.model), config.allow_unknown_config)
     spec = apply_engine_config(spec, config)
     worker = Worker(config, spec, weights, build_rank_shard(spec, config, rank), groups)
-    connection.send(messages.LoadDone(worker.num_blocks, worker.weight_bytes, worker.threads, worker.num_slots))
+    connection.send(
+        messages.LoadDone(
+            worker.num_blocks,
+            worker.weight_bytes,
+            worker.threads,
+            worker.num_slots,
+            draft=None if draft is None else messages.DraftShard(draft.weight_bytes, draft.kv_cache_config),
+        )
+    )
 
     request = connection.receive(messages.AllocateCache)
     kv_cache_config = worker.allocate(request.num_blocks, request.num_slots)
@@ -126,6 +139,7 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
         receiver,
         answers=rank == parallel.output_rank,
         report=lambda stats: connection.send(messages.ExpertsPlaced(stats)),
+        draft=draft,
     )
     del channels  # other ranks may have used them until now
 
@@ -140,9 +154,16 @@ def open_step_receiver(
     return ShmStepReceiver(ShmRingBuffer.open(steps.steps), steps.reader, answers)
 
 
-def run_steps(worker: Worker, receiver: StepReceiver, answers: bool, report: Callable[[EPLBStats], None]) -> None:
+def run_steps(
+    worker: Worker,
+    receiver: StepReceiver,
+    answers: bool,
+    report: Callable[[EPLBStats], None],
+    draft: Worker | None = None,
+) -> None:
     """Compute steps until the channel is closed, which raises ChannelClosed. On a GPU, the next step starts while the
-    previous one is computed. answers: whether this rank sends results. report: called after experts were placed."""
+    previous one is computed. answers: whether this rank sends results. report: called after experts were placed.
+    draft: holds the rank's shard of a draft model."""
     import msgspec
 
     from serve_llm.engine.scheduler.output import SchedulerOutput
@@ -155,7 +176,10 @@ def run_steps(worker: Worker, receiver: StepReceiver, answers: bool, report: Cal
         if in_flight and in_flight[0].is_ready():
             receiver.answer(encode(in_flight.popleft().finish()))
         elif not in_flight or receiver.ready:
-            pending = worker.start(decode(receiver.receive()), receiver.receive)
+            step = decode(receiver.receive())
+            if step.is_for_draft_model and draft is None:
+                continue  # it is on another stage
+            pending = (draft if step.is_for_draft_model and draft is not None else worker).start(step, receiver.receive)
             if answers:
                 in_flight.append(pending)
             stats = worker.eplb_stats

@@ -12,11 +12,12 @@ from collections.abc import Sequence as Items
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.draft_model.draft_sequences import DraftSequence, DraftSequences
-from serve_llm.engine.scheduler.output import SchedulerOutput
+from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.policy import CPU_STEP_SECONDS, TokenBudget
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
-from serve_llm.engine.worker.worker import Worker
+
+ComputeStep = Callable[[SchedulerOutput], Items[RunnerOutput]]
 
 STEP_WEIGHT = 0.1  # weight of the latest step in `step_seconds`
 MOST_NEW_IDS = 2  # per request, in a step that takes as long as one more draft
@@ -30,14 +31,14 @@ class DraftModel:
     def __init__(
         self,
         config: Config,
-        worker: Worker,
+        compute: ComputeStep,
         kv_cache_config: KVCacheConfig,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """config: the draft model's. vocab_size: the served model's."""
+        """config: the draft model's. compute: computes a step of it. vocab_size: the served model's."""
         self.step_seconds = 0.0
-        self._worker = worker
+        self._compute = compute
         self._vocab_size = vocab_size
         self._own_vocab_size = config.vocab_size
         self._max_model_len = config.max_model_len
@@ -101,17 +102,18 @@ class DraftModel:
         began = self._clock()
         new_requests = []
         scheduled = []
+        stale = {}
         for draft, count in chunks:
             sequence = draft.sequence
             assert sequence.req_index is not None
             if draft.is_new:
                 new_requests.append(sequence.describe())
             elif draft.num_stale:
-                self._worker.forget_ids(sequence.req_index, draft.num_stale)
+                stale[sequence.req_index] = draft.num_stale
             draft.is_new = False
             draft.num_stale = 0
             scheduled.append(sequence.schedule(count))
-        results = self._worker.start(SchedulerOutput(new_requests, scheduled)).finish()
+        results = self._compute(SchedulerOutput(new_requests, scheduled, stale=stale))
         for (draft, count), chunk, result in zip(chunks, scheduled, results, strict=True):
             sequence = draft.sequence
             sequence.num_pending_ids -= chunk.sample

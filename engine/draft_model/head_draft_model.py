@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.config import Config
-from serve_llm.engine.draft_model.draft_model import DraftModel
+from serve_llm.engine.draft_model.draft_model import ComputeStep, DraftModel
 from serve_llm.engine.draft_model.draft_sequences import DraftSequence
 from serve_llm.engine.model.draft_head import DraftHead
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
-from serve_llm.engine.worker.worker import Worker
 
 MOST_WAITING = 64  # waiting states per request; larger amounts are computed at once
 
@@ -54,14 +53,14 @@ class HeadDraftModel(DraftModel):
     def __init__(
         self,
         config: Config,
-        worker: Worker,
+        compute: ComputeStep,
         kv_cache_config: KVCacheConfig,
         vocab_size: int,
         head: DraftHead,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """head: what the worker computes. The other arguments are those of `DraftModel`."""
-        super().__init__(config, worker, kv_cache_config, vocab_size, **({} if clock is None else {"clock": clock}))
+        """head: what `compute` runs. The other arguments are those of `DraftModel`."""
+        super().__init__(config, compute, kv_cache_config, vocab_size, **({} if clock is None else {"clock": clock}))
         self._head = head
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)

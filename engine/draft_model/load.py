@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from serve_llm.engine.draft_model.resolve import DraftModelConfig, count_cache_b
 from serve_llm.engine.model.draft_head import DraftHead
 from serve_llm.engine.model.shard import build_rank_shard
 from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.worker import kv_cache
 from serve_llm.engine.worker.worker import Worker
 from serve_llm.kernels.registry import Kernels
@@ -30,7 +32,7 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
 
     served: the settings of the served model. Raises CapacityError if memory runs out.
     """
-    config = replace(draft.config, kv_cache_memory=count_cache_bytes(draft, _find_free_memory(served)))
+    config = replace(draft.config, kv_cache_memory=count_cache_bytes(draft, find_free_memory(served)))
     groups = ProcessGroups(local_ranks=config.data_parallel_size)
     heads: list[DraftHead] = []
 
@@ -58,12 +60,16 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
         kv_cache.format_bytes(kv_cache_config.num_bytes),
         f"{tokens:,}",
     )
+
+    def compute(step: SchedulerOutput) -> Sequence[RunnerOutput]:
+        return worker.start(step).finish()
+
     if heads:
-        return HeadDraftModel(config, worker, kv_cache_config, served.vocab_size, heads[0])
-    return DraftModel(config, worker, kv_cache_config, served.vocab_size)
+        return HeadDraftModel(config, compute, kv_cache_config, served.vocab_size, heads[0])
+    return DraftModel(config, compute, kv_cache_config, served.vocab_size)
 
 
-def _find_free_memory(served: Config) -> int:
+def find_free_memory(served: Config) -> int:
     """Return the bytes of device memory that models may take."""
     if served.device == "cpu":
         return kv_cache.free_memory()

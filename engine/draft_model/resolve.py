@@ -37,6 +37,7 @@ class DraftModelConfig:
     eagle: EagleSpec | None = None  # set for an EAGLE-3 head
     target: tuple[ModelSpec, WeightMap] | None = None  # the model that an EAGLE-3 head is for
     mtp: MTPSpec | None = None  # set for an MTP layer
+    is_on_ranks: bool = False  # the served model's ranks hold its shards; otherwise it runs in the engine's process
 
 
 def resolve_draft_model(
@@ -72,13 +73,30 @@ def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftMo
     # Beyond the longrope threshold, all keys would have to be computed again.
     longest = min(served.max_model_len, spec.max_position, spec.long_rope_threshold or spec.max_position)
     config = replace(config, max_model_len=longest)
-    return DraftModelConfig(config, apply_engine_config(spec, config), weights)
+    is_on_ranks = config.tensor_parallel_size > 1 or _has_device_on_ranks_only(served)
+    if is_on_ranks and config.tensor_parallel_size != served.tensor_parallel_size:
+        raise OptionError(
+            "the draft model runs in the engine's process, to which Ray assigns no GPU; set draft_tensor_parallel_size "
+            f"to {served.tensor_parallel_size}, so that the ranks hold it, or use --distributed-executor-backend mp or "
+            "method ngram"
+        )
+    return DraftModelConfig(config, apply_engine_config(spec, config), weights, is_on_ranks=is_on_ranks)
+
+
+def _has_device_on_ranks_only(served: Config) -> bool:
+    """Whether the engine's process has no device: Ray assigns GPUs to ranks."""
+    return served.executor_backend == "ray" and served.device == "cuda"
 
 
 def _resolve_head(
     options: EngineOptions, served: Config, directory: Path, served_raw: Mapping[str, object]
 ) -> DraftModelConfig:
     """Resolve an EAGLE-3 head, or the MTP layer of the served model."""
+    if _has_device_on_ranks_only(served):
+        raise OptionError(
+            "a head or MTP layer runs in the engine's process, to which Ray assigns no GPU; use "
+            "--distributed-executor-backend mp, or method ngram or draft_model"
+        )
     if options.model_impl == "transformers":
         raise OptionError("transformers' own code does not give out hidden states; omit --model-impl")
     if served.device == "cuda" and not served.enforce_eager:
@@ -109,9 +127,10 @@ def _resolve_mtp(options: EngineOptions, served: Config, raw: Mapping[str, objec
 def _resolve_config(
     options: EngineOptions, served: Config, directory: Path, raw: dict[str, object], spec: ModelSpec
 ) -> Config:
+    assert options.speculation is not None, "no speculation"
     own = replace(
         options,
-        tensor_parallel_size=1,
+        tensor_parallel_size=options.speculation.draft_tensor_parallel_size,
         tensor_parallel_split=None,
         pipeline_parallel_size=1,
         pipeline_parallel_layers=None,
@@ -139,10 +158,11 @@ def _resolve_config(
     return replace(config, async_scheduling=False)
 
 
-def count_cache_bytes(draft: DraftModelConfig, free: int) -> int:
-    """Return the bytes of the draft model's KV cache: at least one full request, at most a share of `free` bytes."""
+def count_cache_bytes(draft: DraftModelConfig, free: int, tensor_parallel_size: int = 1, tp_rank: int = 0) -> int:
+    """Return the bytes of the draft model's KV cache on a rank: at least one full request, at most a share of `free`
+    bytes."""
     config = draft.config
-    shard = Shard(ParallelLayout(), 0, range(len(draft.spec.layers)))
+    shard = Shard(ParallelLayout(tensor_parallel_size), tp_rank, range(len(draft.spec.layers)))
     empty = kv_cache.plan_empty_cache(draft.spec, shard, config)
     request_bytes = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
     num_requests = min(kv_cache.CPU_CONCURRENCY, config.max_num_seqs)

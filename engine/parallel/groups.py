@@ -88,3 +88,4 @@ class ProcessGroups:
     experts: AllToAllGroup = SingleRankGroup()  # the expert-parallel group
     # Waits until all ranks have loaded, as operations time out. Returns whether its argument is true on all of them.
     wait_for_all: Callable[[bool], bool] = bool
+    wait_for_draft_model: Callable[[bool], bool] = bool  # the same for the ranks of the last stage and a draft model

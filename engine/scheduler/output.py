@@ -78,6 +78,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     masked_rows: list[int] = []  # indices of the samples, in the order of `scheduled`, whose ids are restricted
     capture_size: int = 0  # if nothing is scheduled: capture the decode step of this many sequences
     copies: list[BlockCopy] = []  # to be made in this order before the step is computed
+    is_for_draft_model: bool = False  # for the draft model on the ranks of the last stage
+    stale: dict[int, int] = {}  # request index -> how many of its ids stay valid; the step brings the next ones
 
     @property
     def num_tokens(self) -> int:

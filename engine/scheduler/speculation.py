@@ -15,7 +15,6 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import Protocol
 
-from serve_llm.common.options.speculative import DRAFT_MODEL, PROMPT_LOOKUP
 from serve_llm.common.types import EngineCoreRequest
 from serve_llm.engine.scheduler.acceptance_rates import LONGEST
 from serve_llm.engine.scheduler.drafters import FIRST_RATE, Drafter, DraftProposer, ModelDrafter, TextDrafters
@@ -46,7 +45,6 @@ class Speculator(ABC):
 
     WASTE_WEIGHT = 1.0  # weight of wasted time relative to saved time
     REVIEW_STEPS = 16  # steps after which the shortest useful match is determined again
-    source = PROMPT_LOOKUP  # of the drafts, a method of `--speculative-config`
     _drafters: Mapping[int, Drafter]  # by request id
 
     def __init__(self, num_tokens: int, max_sequences: int | None = None) -> None:
@@ -85,7 +83,7 @@ class Speculator(ABC):
         """Record that the request has ended."""
 
     def are_looked_up(self, sequence: Sequence) -> bool:
-        """Whether the drafts that a step verified last come from a text, although `source` is a model."""
+        """Whether the drafts that a step verified last come from a text, although a model makes drafts, too."""
         return False
 
     @abstractmethod
@@ -232,11 +230,9 @@ class ModelSpeculator(Speculator):
         proposer: BatchDraftProposer,
         max_sequences: int | None = None,
         texts: TextDrafters | None = None,
-        source: str = DRAFT_MODEL,
     ) -> None:
-        """texts: None to verify no drafts from texts. source: see `Speculator`."""
+        """texts: None to verify no drafts from texts."""
         super().__init__(num_tokens, max_sequences)
-        self.source = source
         self.texts = texts
         self._drafters: dict[int, ModelDrafter] = {}
         self._proposer = proposer

@@ -133,6 +133,10 @@ class Worker:
         return self._kv_cache_config
 
     @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        return self._kv_cache_config
+
+    @property
     def host_memory(self) -> HostMemory | None:
         """The shared memory of the slots; None if there are none, or if the rank holds no KV."""
         return None if self._host_blocks is None else self._host_blocks.description
@@ -147,13 +151,11 @@ class Worker:
         if self._balancer is not None:
             with oom.translate_oom(EngineError, "while moving experts"):
                 self._balancer.begin_step()
+        for req_index, num_ids in scheduler_output.stale.items():
+            self._runner.forget_ids(req_index, num_ids)
         if scheduler_output.copies and self._host_blocks is not None:
             self._host_blocks.copy(scheduler_output.copies)
         return self._runner.start(scheduler_output, masks)
-
-    def forget_ids(self, req_index: int, num_ids: int) -> None:
-        """See `InputBatch.forget_ids`."""
-        self._runner.forget_ids(req_index, num_ids)
 
     def _build_runner(self, kv_cache_config: KVCacheConfig, capture: Capture | None = None) -> ModelRunner:
         caches = allocate_cache(kv_cache_config, self._kv_groups, self._cache_dtype, self._device, self._state_counts)

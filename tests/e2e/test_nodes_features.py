@@ -109,6 +109,13 @@ def test_a_draft_model() -> None:
     check_as_on_one_host(arguments, [("/v1/completions", GREEDY)])
 
 
+@pytest.mark.slow
+def test_a_draft_model_on_ranks_of_two_hosts() -> None:
+    split = json.dumps({"model": "demo", "draft_tensor_parallel_size": 2})
+    arguments = ("demo", *SMALL, "-tp", "2", "--speculative-config", split)
+    check_as_on_one_host(arguments, [("/v1/completions", GREEDY)])
+
+
 @pytest.mark.pairs("draft head + several hosts")
 def test_a_draft_head(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "served", "llama", vocab_size=VOCAB_SIZE)

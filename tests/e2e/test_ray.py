@@ -131,6 +131,20 @@ def test_a_killed_actor_costs_no_stream(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_draft_model_on_actors(folder: Path) -> None:
+    skip_without_ray()
+    environ = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder)}
+    bodies = mixed(8, longest=100)
+    with Daemon("demo", *SMALL, "-tp", "2", "--speculative-config", "none") as daemon:
+        undisturbed = Streams(daemon.wait_until_serving(), bodies).finish()
+    split = json.dumps({"model": "demo", "draft_tensor_parallel_size": 2})
+    with Daemon("demo", *SMALL, *RAY, "-tp", "2", "--speculative-config", split, environ=environ) as daemon:
+        assert Streams(daemon.wait_until_serving(), bodies).finish() == undisturbed
+        assert daemon.metrics()["serve_llm_spec_decode_num_accepted_tokens_total"] > 0
+        daemon.wait_until_logged("on 2 ranks: Weights: ")
+
+
+@pytest.mark.slow
 def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> None:
     expected = of_one_rank("demo")
     with RayNodes([2, 2], folder) as nodes:

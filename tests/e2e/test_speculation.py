@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import urllib.request
@@ -68,3 +69,25 @@ def test_a_draft_model_beside_two_ranks() -> None:
         assert Streams(daemon.url, [body]).finish() == alone
         metrics = daemon.metrics()
         assert metrics["serve_llm_spec_decode_num_accepted_tokens_total"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.pairs("TP + draft model", "PP + draft model", "replay + draft model")
+def test_a_draft_model_on_the_ranks_one_of_which_is_killed() -> None:
+    """Greedy and sampled texts, n, logprobs and grammars, from two stages of two ranks. The other two hold no shard."""
+    ranks = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
+    split = {"model": "demo", "draft_tensor_parallel_size": 2, "num_speculative_tokens": 4}
+    bodies = mixed(12)
+    with Daemon(*SMALL, *ranks, *OFF) as daemon:
+        undisturbed = Streams(daemon.wait_until_serving(), bodies).finish()
+    with Daemon(*SMALL, *ranks, "--speculative-config", json.dumps(split)) as daemon:
+        daemon.wait_until_serving()
+        daemon.wait_until_logged("on 2 ranks: Weights: ")
+        assert Streams(daemon.url, bodies).finish() == undisturbed
+        metrics = daemon.metrics()
+        assert metrics["serve_llm_spec_decode_num_accepted_tokens_total"] > 0
+        streams = Streams(daemon.url, bodies)
+        streams.wait_for(120)
+        os.kill(daemon.rank_pids()[3], signal.SIGKILL)
+        daemon.wait_until_logged("it is replaced")
+        assert streams.finish() == undisturbed

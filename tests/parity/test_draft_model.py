@@ -11,13 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from serve_llm.cli.plan.draft_model import count_draft_bytes, read_draft_model
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.draft_model.draft_model import DraftModel
+from serve_llm.engine.draft_model.resolve import count_cache_bytes
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.speculation import ModelSpeculator
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
 from support.matrix import mostly_slow
+from support.registered import ENGINES
 from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests, make_similar
 from support.tiny import FAMILIES, HYBRIDS, make_checkpoint
 
@@ -72,6 +78,47 @@ def test_every_way_to_compute(how: str, tmp_path: Path) -> None:
     engine = draft_freely(make_engine(directory, **(on | HOWS[how])))
     assert_equal(generate(engine, requests, ARRIVALS), expected)
     check(engine)
+
+
+def split_draft_model(on: dict[str, object], size: int) -> dict[str, object]:
+    config = on["speculative_config"]
+    assert isinstance(config, dict)
+    return on | {"speculative_config": config | {"draft_tensor_parallel_size": size}}
+
+
+ON_RANKS: dict[str, dict[str, object]] = {
+    "ranks": {"tensor_parallel_size": 2},
+    "ranks and stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "chunks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 9, "max_num_seqs": 3},
+    "int8": {"tensor_parallel_size": 2, "quantization": "int8", "kv_cache_dtype": "int8"},
+    "three ranks": {"tensor_parallel_size": 3},
+}
+
+
+@pytest.mark.parametrize("how", mostly_slow(ON_RANKS, ["ranks and stages"]))
+@pytest.mark.pairs("TP + draft model")
+def test_shards_on_the_ranks(how: str, tmp_path: Path) -> None:
+    """They have the size that `plan` predicts, and the text is that without drafts."""
+    options = ON_RANKS[how]
+    directory, on, requests = case("llama", tmp_path)
+    size = int(str(options["tensor_parallel_size"]))
+    on = split_draft_model(on, size)
+    plain = make_engine(directory, **(OFF | options))
+    expected = generate(plain, requests, ARRIVALS)
+    plain._executor.close()
+    engine = draft_freely(make_engine(directory, **(on | options)))
+    for _ in range(2):
+        assert_equal(generate(engine, requests, ARRIVALS), expected)
+    check(engine)
+    layout = ParallelLayout(size, int(str(options.get("pipeline_parallel_size", 1))))
+    chosen = make_options(str(directory), **(on | options))
+    draft = read_draft_model(chosen, ENGINES[engine].config, read_config(directory))
+    for tp_rank, shard in enumerate(engine._executor.draft_shards):
+        planned = count_draft_bytes(draft, 0, layout, layout.rank(layout.pp_size - 1, tp_rank))
+        assert draft is not None and shard.kv_cache_config.num_bytes >= count_cache_bytes(draft, 0, size, tp_rank)
+        assert shard.weight_bytes == pytest.approx(planned - count_cache_bytes(draft, 0, size, tp_rank), rel=0.02)
+    assert len(engine._executor.draft_shards) == size
+    engine._executor.close()
 
 
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["one rank", "two ranks", "two stages"])

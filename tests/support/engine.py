@@ -13,7 +13,7 @@ from serve_llm.engine import startup
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import DPSyncExecutor, Executor
 from serve_llm.engine.draft_model.draft_model import DraftModel
-from serve_llm.engine.draft_model.resolve import find_draft_directory, resolve_draft_model
+from serve_llm.engine.draft_model.resolve import DraftModelConfig, find_draft_directory, resolve_draft_model
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.layout import ParallelLayout
@@ -39,9 +39,12 @@ def make_engine(
     chosen = make_options(str(directory), **({"kv_cache_memory": "64MiB", "max_num_seqs": 64} | options))
     raw = read_config(directory)
     config, spec, weights = resolve_all(chosen, str(directory), raw)
-    config, draft_model = make_draft_model(chosen, config)
+    draft = find_draft_config(chosen, config)
+    config = startup.add_hidden_state_layers(config, draft)
+    draft_model = startup.build_draft_model(draft, config)
     if tensor == pipeline == 1:
-        executor: Executor = startup.build_executor(config, spec, weights, raw)
+        executor: Executor = startup.build_executor(config, spec, weights, raw, draft=draft)
+        draft_model = draft_model or startup.reach_draft_model(draft, config, executor)
     else:
         ranks = Ranks(spec, ParallelLayout(tensor, pipeline), split, layers)
         executor = ThreadExecutor(config, spec, weights, ranks)
@@ -51,13 +54,17 @@ def make_engine(
     return engine
 
 
-def make_draft_model(options: EngineOptions, config: Config) -> tuple[Config, DraftModel | None]:
-    """Return the served model's settings, and the draft model that the options name. Test checkpoints have no
-    tokenizers to compare."""
+def find_draft_config(options: EngineOptions, config: Config) -> DraftModelConfig | None:
+    """Find the draft model that the options name. Test checkpoints have no tokenizers to compare."""
     if config.speculation is None or not config.speculation.has_draft_model:
-        return config, None
+        return None
     directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
-    draft = resolve_draft_model(options, config, directory)
+    return resolve_draft_model(options, config, directory)
+
+
+def make_draft_model(options: EngineOptions, config: Config) -> tuple[Config, DraftModel | None]:
+    """Return the served model's settings, and the draft model that the options name, in this process."""
+    draft = find_draft_config(options, config)
     config = startup.add_hidden_state_layers(config, draft)
     return config, startup.build_draft_model(draft, config)
 

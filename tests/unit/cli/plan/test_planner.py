@@ -308,6 +308,19 @@ def test_a_draft_model_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
     assert abs(lost - taken[0]) < 2 << 20
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_rank_of_the_last_stage_holds_a_shard_of_a_draft_model(stages: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published.LLAMA_1B))
+    given: dict[str, object] = {"tensor_parallel_size": 2, "pipeline_parallel_size": stages, "max_model_len": 8192}
+    config = {"model": str(tmp_path), "draft_tensor_parallel_size": 2}
+    found = plan(published.LLAMA_8B, {"gpu": "h100"}, **given, speculative_config=config).chosen
+    cache = 16 * 8192 * 16 * 2 * 4 * 64 * 2  # requests, tokens, layers, keys and values, KV heads, head_dim, bytes
+    taken = [rank.draft_model for rank in found.ranks]
+    assert taken[:-2] == [0] * (len(taken) - 2) and len(taken) == 2 * stages
+    for one in taken[-2:]:
+        assert one - cache == pytest.approx(1_235_814_400 * 2 / 2, rel=0.01)
+
+
 def test_a_head_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
     """The published EAGLE-3 head for Llama 3.1 8B has 424,689,664 parameters, and reads the model's embedding."""
     head = published.LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000, "max_position_embeddings": 2048}

@@ -106,6 +106,50 @@ def test_a_rank_without_answers_waits_for_steps_alone() -> None:
     assert script.log == ["begin 0", "begin 1"]
 
 
+@pytest.mark.parametrize("holds_shard", [True, False])
+def test_steps_of_a_draft_model_are_for_the_stage_that_holds_it(holds_shard: bool) -> None:
+    log: list[str] = []
+
+    class Named:
+        eplb_stats = None
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def start(self, step: SchedulerOutput, masks: object) -> PendingStep:
+            log.append(f"{self.name} {step.scheduled[0].start}")
+            return PendingStep(lambda: True, list)
+
+    class Source:
+        ready = True
+
+        def __init__(self) -> None:
+            self.steps = [
+                SchedulerOutput([], [ScheduledTokens(0, number, 1, [], True, [])], is_for_draft_model=number != 1)
+                for number in range(3)
+            ]
+
+        def receive(self) -> bytes:
+            if not self.steps:
+                raise ChannelClosed("no more steps")
+            return msgspec.msgpack.encode(self.steps.pop(0))
+
+        def answer(self, message: bytes) -> None:
+            log.append("answer")
+
+    draft = Named("draft") if holds_shard else None
+    with pytest.raises(ChannelClosed):
+        worker_main.run_steps(
+            Named("served"),  # type: ignore[arg-type]
+            Source(),
+            answers=True,
+            report=report_nothing,
+            draft=draft,  # type: ignore[arg-type]
+        )
+    both = ["draft 0", "answer", "served 1", "answer", "draft 2", "answer"]
+    assert log == (both if holds_shard else ["served 1", "answer"])
+
+
 def test_placements_of_experts_are_reported_once_each() -> None:
     script = Script([0] * 6, seconds=0)
     script.places_at = {1, 2, 4}

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_llm.cli.plan.draft_model import count_draft_bytes
+from serve_llm.cli.plan.draft_model import count_draft_bytes, read_draft_model
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine.draft_model.resolve import DraftModelConfig, count_cache_bytes, resolve_draft_model
 from serve_llm.engine.model.mtp_spec import read_mtp
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.worker.memory import count_held_bytes
 from support.drafts import find_draft_model
 from support.engine import make_engine
 from support.mtp import NUM_LAYERS, make_mtp_checkpoint
@@ -113,9 +114,10 @@ def test_memory_is_what_plan_says(family: str, quantization: str, served: Path, 
     options = make_options(str(served), **given)
     raw = read_config(served)
     config = resolve_all(options, str(served), raw)[0]
-    planned = count_draft_bytes(options, config, raw, 0) - count_cache_bytes(resolve_mtp(served, **given), 0)
-    worker = find_draft_model(make_engine(served, **given))._worker
-    assert worker.weight_bytes == pytest.approx(planned, rel=0.01)
+    planned = count_draft_bytes(read_draft_model(options, config, raw), 0)
+    planned -= count_cache_bytes(resolve_mtp(served, **given), 0)
+    held = count_held_bytes(find_draft_model(make_engine(served, **given))._head)
+    assert held == pytest.approx(planned, rel=0.01)
 
 
 def test_the_first_of_several_layers() -> None:

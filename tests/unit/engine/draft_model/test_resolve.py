@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -31,6 +32,35 @@ def test_its_settings_are_its_own(tmp_path: Path) -> None:
     assert (config.tensor_parallel_size, config.kv_cache_memory, config.speculation) == (1, None, None)
     assert config.max_model_len == 512 < served.max_model_len
     assert config.vocab_size == LLAMA_1B["vocab_size"]
+
+
+def test_it_runs_on_one_rank_or_on_all_of_a_stage(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    for size, is_on_ranks in ((1, False), (4, True)):
+        given = {"model": str(tmp_path), "draft_tensor_parallel_size": size}
+        options, served = make_config(speculative_config=given, tensor_parallel_size=4)
+        draft = resolve_draft_model(options, served, tmp_path)
+        assert (draft.config.tensor_parallel_size, draft.is_on_ranks) == (size, is_on_ranks)
+    with pytest.raises(OptionError, match=r"size must be 1 or --tensor-parallel-size, which is 4, not 2"):
+        make_config(speculative_config=given | {"draft_tensor_parallel_size": 2}, tensor_parallel_size=4)
+
+
+def test_where_ray_assigns_gpus_the_ranks_hold_it(tmp_path: Path) -> None:
+    """The engine's process has no GPU there."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    for tensor, size in ((1, 1), (2, 2), (2, 1)):
+        given = {"model": str(tmp_path), "draft_tensor_parallel_size": size}
+        options, served = make_config(speculative_config=given, tensor_parallel_size=tensor)
+        served = replace(served, executor_backend="ray", device="cuda")
+        if tensor == size:
+            assert resolve_draft_model(options, served, tmp_path).is_on_ranks
+            continue
+        with pytest.raises(OptionError, match="Ray assigns no GPU; set draft_tensor_parallel_size to 2, so that"):
+            resolve_draft_model(options, served, tmp_path)
+    head = {"method": "eagle3", "model": str(tmp_path)}
+    options, served = make_config(speculative_config=head, tensor_parallel_size=2)
+    with pytest.raises(OptionError, match="a head or MTP layer runs in the engine's process, to which Ray assigns no"):
+        resolve_draft_model(options, replace(served, executor_backend="ray", device="cuda"), tmp_path)
 
 
 def test_the_revision_is_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
