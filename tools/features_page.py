@@ -38,7 +38,7 @@ FEATURES = (
     "several hosts",
     "linear attention",
 )
-ALTERNATIVES = (("int8", "int4", "fp8"), ("speculation", "draft model", "draft head"))  # an engine has one per group
+ALTERNATIVES = (("int8", "int4", "fp8"), ("draft model", "draft head"))  # an engine has one per group
 
 
 class FeaturePairs(NamedTuple):

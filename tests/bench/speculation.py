@@ -10,7 +10,8 @@ matches mean nothing. `--model DIRECTORY` runs another model; one with random we
 the same ids. Prints a table, then one JSON line. `on / off` is the median over turns of the ratio of tokens per second,
 `all` the ratio of the times of all turns, `cpu` the median for processor time, which other work disturbs less;
 `accepted` is the share of accepted draft tokens, `per step` the ids per step, `aim` the target ratio (for 8 streams,
-that no workload becomes slower). `--default` drafts as a server without the option does. `--same` runs two engines
+that no workload becomes slower). `--draft-model DIRECTORY` compares prompt lookup beside that model with the model
+alone, which is "off" then. `--default` drafts as a server without the option does. `--same` runs two engines
 without drafts, whose difference is the measurement error.
 """
 
@@ -31,6 +32,7 @@ from bench.draft_texts import FEW_IDS, TEXTS, Task
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.types import EngineCoreRequest, Sampling
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.scheduler.speculation import ModelSpeculator
 from support.engine import make_engine
 
 STREAMS = 8
@@ -146,12 +148,19 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", help="run only these texts")
     parser.add_argument("--model", default="demo", help="directory with weights and a tokenizer")
     parser.add_argument("--default", action="store_true", help="draft as without an option, only in small batches")
+    parser.add_argument("--draft-model", help="directory of a draft model, which both engines have")
     parser.add_argument("--same", action="store_true", help="run both engines without drafts")
     given = parser.parse_args()
     folder = Path(resolve_model(given.model))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    configs = {False: "none", True: "none" if given.same else None if given.default else "ngram"}
+    configs: dict[bool, str | None] = {False: "none"}
+    configs[True] = "none" if given.same else None if given.default else "ngram"
+    if given.draft_model is not None:
+        configs = dict.fromkeys(configs, given.draft_model)
     engines = {is_on: make_engine(folder, speculative_config=config) for is_on, config in configs.items()}
+    if given.draft_model is not None:
+        assert isinstance(engines[False]._speculator, ModelSpeculator)
+        engines[False]._speculator.texts = None
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
     results: dict[str, dict[str, float]] = {}
     for streams in (1, STREAMS):

@@ -24,7 +24,15 @@ from support.engine import generate, generate_together, make_engine, make_engine
 from support.gpu_path import make_gpu_engine
 from support.matrix import mostly_slow
 from support.registered import ENGINES
-from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests, make_similar
+from support.speculation import (
+    ARRIVALS,
+    assert_drafted,
+    assert_equal,
+    draft_freely,
+    make_repetitive,
+    make_requests,
+    make_similar,
+)
 from support.tiny import FAMILIES, HYBRIDS, make_checkpoint
 
 OFF: dict[str, object] = {"speculative_config": "none", "block_size": 8}
@@ -122,16 +130,10 @@ def test_shards_on_the_ranks(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["one rank", "two ranks", "two stages"])
+@pytest.mark.pairs("speculation + draft model")
 def test_with_prompt_lookup_where_the_text_repeats_itself(how: dict[str, object], tmp_path: Path) -> None:
     directory, on, requests = case("llama", tmp_path)
-    longer = [
-        msgspec.structs.replace(
-            request,
-            prompt_ids=[*request.prompt_ids[:12], *range(40, 52)] * 3,
-            sampling=msgspec.structs.replace(request.sampling, max_tokens=64, stop_token_ids=()),
-        )
-        for request in requests
-    ]
+    longer = make_repetitive(requests)
     expected = generate(make_engine(directory, **(OFF | how)), longer, ARRIVALS)
     engine = draft_freely(make_engine(directory, **(on | how)))
     assert_equal(generate(engine, longer, ARRIVALS), expected)

@@ -21,7 +21,7 @@ from support.eagle import Served, build_head, train, use_speculators_format, wri
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
 from support.matrix import mostly_long, mostly_slow
-from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
+from support.speculation import ARRIVALS, assert_equal, draft_freely, make_repetitive, make_requests
 from support.tiny import make_checkpoint
 
 OFF: dict[str, object] = {"speculative_config": "none", "block_size": 8}
@@ -239,6 +239,16 @@ def test_a_prompt_whose_start_is_cached(llama: Case, monkeypatch: pytest.MonkeyP
     assert first_ids == [1, 1, 97]
     assert guesses[0] == guesses[1]
     assert any(own for _, own in guesses[2])
+
+
+@pytest.mark.pairs("speculation + draft head")
+def test_with_prompt_lookup_where_the_text_repeats_itself(llama: Case) -> None:
+    requests = make_repetitive(llama.requests)
+    engine = draft_freely(make_engine(llama.directory, **llama.on))
+    assert_equal(generate(engine, requests), generate(make_engine(llama.directory, **OFF), requests))
+    check_head(engine)
+    stats = engine.scheduler.stats()
+    assert 0 < stats.num_lookup_accepted_tokens <= stats.num_lookup_draft_tokens < stats.num_draft_tokens
 
 
 def test_few_blocks(llama: Case) -> None:

@@ -168,6 +168,8 @@ class Observer:
             if engine.scheduler.stats().num_draft_tokens > drafts:
                 assert ENGINES[engine].config.speculation is not None
                 context.features.add(SOURCES[ENGINES[engine].config.speculation.method])
+            if engine.scheduler.stats().num_lookup_draft_tokens:
+                context.features.add("speculation")
             contexts.append(context)
         return set().union(*(context.find_pairs() for context in contexts))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -48,6 +49,18 @@ def make_requests(vocab_size: int) -> list[EngineCoreRequest]:
             sampling=Sampling(**({"max_tokens": 20, "seed": 5} | style)),
         )
         for number, style in enumerate(STYLES)
+    ]
+
+
+def make_repetitive(requests: Sequence[EngineCoreRequest]) -> list[EngineCoreRequest]:
+    """Repeat a part of each prompt, and make the outputs longer."""
+    return [
+        msgspec.structs.replace(
+            request,
+            prompt_ids=[*request.prompt_ids[:12], *range(40, 52)] * 3,
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=64, stop_token_ids=()),
+        )
+        for request in requests
     ]
 
 
