@@ -44,7 +44,7 @@ def _read(
     architecture: str,
     windows: Sequence[int | None],
     rope: tuple[RopeSpec, int] | None = None,
-    local: RopeSpec | None = None,  # of layers with a window
+    local: RopeSpec | None = None,  # that layers with a window have
 ) -> tuple[ModelSpec, WeightMap]:
     bias = config.flag("attention_bias", False)
     norm = NormSpec("rms", config.number("rms_norm_eps", 1e-5))
