@@ -65,7 +65,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 3  # minimum length of a match
     model: str | None = None  # the draft model or head: a directory or a Hugging Face id
     revision: str | None = None  # branch, tag or commit of the Hugging Face id
-    draft_tensor_parallel_size: int = 1  # of a draft model: 1, or that of the served model
+    draft_tensor_parallel_size: int = 1  # ranks of a draft model: 1, or as many as the served model has
     disable_by_batch_size: int | None = None  # more requests, running and waiting: no drafts; None: never
 
     @property

@@ -22,7 +22,7 @@ class Executor(Protocol):
     kv_cache_config: KVCacheConfig  # agreed by all ranks
     hosts: Sequence[str] = ()  # name of each rank's host
     host_memory: Sequence[HostMemory] = ()  # offload slots of the ranks that hold KV, if blocks are offloaded
-    draft_shards: Sequence[DraftShard] = ()  # of a draft model, on the ranks of the last stage
+    draft_shards: Sequence[DraftShard] = ()  # parts of a draft model on the ranks of the last stage
 
     @property
     def eplb_stats(self) -> EPLBStats | None:

@@ -18,7 +18,7 @@ from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsuppo
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.sampling_params import SamplingParams
 
-# Of all pooling requests, which generate nothing: sampling parameters take time to check, and seeds to draw.
+# All pooling requests have these and generate nothing: sampling parameters take time to check, and seeds to draw.
 _POOLING_PARAMS = SamplingParams(max_tokens=0, seed=0)
 _POOLING_SAMPLING = Sampling(max_tokens=0, seed=0)
 
