@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import ipaddress
 import logging
 import signal
@@ -67,6 +66,7 @@ async def serve(options: Options) -> int:
     from serve_llm.server.engines.process import STOP_SECONDS
     from serve_llm.server.front_ends.gateway import FrontEndGateway
     from serve_llm.server.front_ends.group import FrontEndGroup
+    from serve_llm.server.garbage import limit_collections
     from serve_llm.server.http.connection import HttpServer, StartupApp
 
     began = time.perf_counter()
@@ -97,7 +97,7 @@ async def serve(options: Options) -> int:
                     if options.front_ends > 1:
                         http_server.stop_accepting()
                     await stack.enter_async_context(_serve_front_ends(front_ends, assembly, options))
-                gc.freeze()  # otherwise each full collection traverses all modules, while every stream waits
+                limit_collections()
                 logger.info("Serving %s on %s after %.1f s", options.model, url, time.perf_counter() - began)
                 await _run_until_stopped(assembly, options.drain_timeout, signals)
                 return 0

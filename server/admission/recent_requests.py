@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from serve_llm.common.logs import LoggedRequest
 from serve_llm.common.types import FinishReason
 from serve_llm.server.engines.tracked_request import TrackedRequest
 from serve_llm.server.metrics.meter import Clock
@@ -24,6 +25,11 @@ class RequestLabel(msgspec.Struct, frozen=True, array_like=True):
 
     id: str = ""  # X-Request-Id
     route: str = ""
+
+
+def read_label(request: LoggedRequest | None) -> RequestLabel:
+    """request: None if offline."""
+    return RequestLabel() if request is None else RequestLabel(request.request_id, request.path)
 
 
 class RequestRecord(NamedTuple):

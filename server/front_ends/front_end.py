@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 from collections import Counter
 from collections.abc import Coroutine
@@ -33,6 +32,7 @@ from serve_llm.server.front_ends.messages import (
     decode_to_front_end,
     encode,
 )
+from serve_llm.server.garbage import limit_collections
 from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.http.paths import PathMiddleware
 from serve_llm.server.metrics.meter import Clock
@@ -142,7 +142,7 @@ class FrontEnd:
         self._app = app
         self._tracing = tracing
         app.prompts.start_first_worker()
-        gc.freeze()  # otherwise each full collection traverses all modules, while every stream waits
+        limit_collections()
         self._send(Loaded())
         self._start(self._count())
 

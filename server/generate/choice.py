@@ -149,6 +149,12 @@ class Choice:
         meter = self.submitted.meter
         meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times, self._num_preemptions)
 
+    def detach(self) -> None:
+        """Drop what refers back to the choice, once nothing is delivered to it any more. Cycles of every request would
+        fill the heap until a full collection, during which all streams wait."""
+        del self._generation
+        del self.submitted
+
     def _begin(self, output: EngineCoreOutput) -> None:
         self.cached_tokens = output.cached_tokens or 0
         num_prompt_tokens = len(self.engine_request.prompt_ids) if self._is_first else 0

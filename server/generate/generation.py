@@ -17,10 +17,10 @@ from typing import Self
 
 import msgspec
 
-from serve_llm.common.logs import CURRENT_REQUEST, LoggedRequest
+from serve_llm.common.logs import CURRENT_REQUEST
 from serve_llm.common.types import FinishReason
 from serve_llm.server.admission.controller import AdmissionRequest
-from serve_llm.server.admission.recent_requests import RequestLabel
+from serve_llm.server.admission.recent_requests import read_label
 from serve_llm.server.dialects.parser import DialectParser
 from serve_llm.server.generate.choice import Choice
 from serve_llm.server.generate.delta import Delta, RequestTimes, TokenCounts
@@ -102,7 +102,7 @@ class Generation:
             fail=self.fail,
             num_waiting=len(self.choices),
             num_waiting_tokens=sum(map(len, request.prompts)),
-            label=_read_label(self._logged_request),
+            label=read_label(self._logged_request),
         )
         self._deadline = deadline
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -139,6 +139,9 @@ class Generation:
         self._dispatcher.release(self._admission_request, num_generated, is_whole=is_whole)
         if self.on_end is not None:
             self.on_end(self)
+        for choice in self.choices:
+            choice.detach()
+        del self._admission_request  # refers to this, and a cycle would last until a full collection
 
     def close(self) -> None:
         """Abort all open choices; `next` and `read_whole` return nothing more. Idempotent."""
@@ -393,8 +396,3 @@ def _choose_seeds(request: TextRequest, generator: Generator) -> list[int]:
     if request.params.seed is not None:
         return [sampling.seed for sampling in request.samplings]
     return [generator.draw_seed() for _ in request.samplings]
-
-
-def _read_label(request: LoggedRequest | None) -> RequestLabel:
-    """request: None if offline."""
-    return RequestLabel() if request is None else RequestLabel(request.request_id, request.path)

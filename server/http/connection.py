@@ -117,6 +117,13 @@ class Connection(HttpToolsProtocol):
         _cancel(self._write_timer)
         self._disconnect()
         super().connection_lost(exc)
+        # The last request refers to its connection. Cycles would fill the heap until a full collection, during which
+        # all streams wait.
+        if self._running is not None:
+            _drop_writer(self._running)
+        self._running = None
+        self.cycle = None  # type: ignore[assignment]
+        self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._is_lingering:
@@ -173,6 +180,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._section_bytes = 0
+        if self._running is not None:
+            _drop_writer(self._running)
         super().on_response_complete()
 
     def shorten_keep_alive(self) -> None:
@@ -294,10 +303,16 @@ class _CycleTransport:
 
     def close(self) -> None:
         """Called after a response."""
-        if self._connection.cycle.more_body:
-            self._connection.linger()
+        connection = self._connection
+        if connection.cycle is not None and connection.cycle.more_body:  # None: the connection is lost
+            connection.linger()
         else:
-            self._connection.transport.close()
+            connection.transport.close()
+
+
+def _drop_writer(cycle: RequestResponseCycle) -> None:
+    """Remove from the request's scope what refers to its cycle, which holds the scope."""
+    cycle.scope.pop(BODY_WRITER, None)  # type: ignore[misc]
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from serve_llm.server.engines.tracked_request import TrackedRequest
+from serve_llm.server.generate.choice import Choice
+from serve_llm.server.generate.generation import Generation
 from serve_llm.server.generate.output import OutputProcessor
 from support.asgi import Call
 from support.serving import TEXT, Served
@@ -276,3 +280,21 @@ def test_usage_and_metrics_agree(serve: Serve) -> None:
     assert sample(served, "request_queue_time_seconds_count") == 8
     assert sample(served, "inter_token_latency_seconds_count") == completion - 7  # all except the first of each choice
     assert sample(served, "num_requests_running") == sample(served, "kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_needs_no_garbage_collection(serve: Serve, stream: bool) -> None:
+    served = serve()
+
+    async def scenario() -> None:
+        for _ in range(3):
+            await post(served, stream=stream, n=2).finished
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+        kept = [type(one) for one in gc.get_objects() if isinstance(one, Generation | Choice | TrackedRequest)]
+    finally:
+        gc.enable()
+    assert kept == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import resource
@@ -10,10 +11,11 @@ import socket
 import threading
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http import connection, file_reserve
-from serve_llm.server.http.connection import HttpServer, StartupApp
+from serve_llm.server.http.connection import Connection, HttpServer, StartupApp
 from serve_llm.server.http.file_reserve import ReservedFiles, find_reserved_files
 
 
@@ -107,3 +109,39 @@ def test_a_connection_that_would_take_a_reserved_file_is_closed(
         error = json.loads(answers[0].partition(b"\r\n\r\n")[2])["error"]
         assert error["message"] == "the server has too many open connections"
     assert caplog.text.count("Connections are refused") == 1, "the log is not flooded"
+
+
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_requests_and_connections_need_no_garbage_collection(leaves_early: bool) -> None:
+    request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+    async def scenario() -> tuple[int, int]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            for _ in range(3):  # on one connection
+                writer.write(request)
+                await reader.readuntil(b'{"status":"ok"}')
+            num_cycles = _count(RequestResponseCycle)
+            if leaves_early:
+                writer.write(request)
+            writer.close()
+            while server.server_state.connections:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            num_left = _count(Connection | RequestResponseCycle)
+            server.should_exit = True
+            await asyncio.wait_for(serving, 60)
+            return num_cycles, num_left
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(scenario()) == (1, 0)
+    finally:
+        gc.enable()
+
+
+def _count(kind: object) -> int:
+    return sum(isinstance(one, kind) for one in gc.get_objects())  # type: ignore[arg-type]
