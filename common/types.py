@@ -5,6 +5,7 @@ Their values are valid: the server checks what a client sent (`server.prompt.val
 
 from __future__ import annotations
 
+from array import array
 from enum import StrEnum
 from functools import cached_property
 from typing import Literal
@@ -72,6 +73,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     def is_constrained(self) -> bool:
         """Whether the previous ids determine which ids are allowed next."""
         return bool(self.grammar) or self.thinking is not None
+
+    @cached_property
+    def allowed_set(self) -> frozenset[int]:
+        """`allowed_token_ids`, which may be most of a vocabulary."""
+        return frozenset(self.allowed_token_ids)
+
+    @cached_property
+    def allowed_array(self) -> array[int]:
+        """`allowed_token_ids` as integers of 64 bits."""
+        return array("q", self.allowed_token_ids)
 
     @cached_property  # this and the next property are read for every token
     def adjusts_logits(self) -> bool:

@@ -6,6 +6,7 @@ request fails; the grammar is never relaxed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
@@ -36,7 +37,7 @@ def intersect(mask: Mask, row: SampleRow) -> tuple[Mask, str]:
     if not mask.any():
         return mask, NOTHING_ALLOWED
     if sampling.allowed_token_ids:
-        mask = mask & _pack(sampling.allowed_token_ids, len(mask))
+        mask = mask & _pack(sampling.allowed_array, len(mask))
     if sampling.bad_words_ids:
         mask = mask & ~_pack(find_bad_word_ends(row), len(mask))
     if len(row.output_ids) < sampling.min_tokens:
@@ -48,5 +49,6 @@ def intersect(mask: Mask, row: SampleRow) -> tuple[Mask, str]:
 def _pack(ids: Iterable[int], num_words: int) -> Mask:
     """Ids past the last word are skipped, because a checkpoint may name end ids without an embedding."""
     flags = np.zeros(32 * num_words, np.bool_)
-    flags[[token_id for token_id in ids if token_id < len(flags)]] = True
+    index = np.array(ids if isinstance(ids, array) else list(ids), np.int64)
+    flags[index[index < len(flags)]] = True
     return np.packbits(flags, bitorder="little").view(np.int32)

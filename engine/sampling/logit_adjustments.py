@@ -7,7 +7,8 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -51,27 +52,30 @@ def adjust(scores: Tensor, row: SampleRow) -> None:
     """
     sampling = row.sampling
     if sampling.logit_bias:
-        bias = torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
-        scores[_to_index(sampling.logit_bias, scores)] += bias
+        biases = np.fromiter(sampling.logit_bias.values(), np.float32, len(sampling.logit_bias))
+        index = _to_index(sampling.logit_bias, scores)
+        scores.scatter_add_(0, index, torch.from_numpy(biases).to(scores.device))
     allowed, banned = find_allowed_and_banned(row, len(scores))
     if allowed:
-        index = _to_index(allowed, scores)
-        kept = scores[index]
+        is_whole = allowed is sampling.allowed_set
+        index = _to_index(sampling.allowed_array if is_whole else allowed, scores)
+        kept = scores.gather(0, index)
         scores.fill_(-torch.inf)
-        scores[index] = kept
+        scores.scatter_(0, index, kept)
     elif banned:
         scores[_to_index(banned, scores)] = -torch.inf
     if sampling.repetition_penalty != 1.0:
-        index = torch.from_numpy(np.unique(_history(row))).to(scores.device)
-        values = scores[index]
+        index = torch.from_numpy(_history(row)).to(scores.device)  # an id that occurs twice gets the same value twice
+        values = scores.gather(0, index)
         penalty = sampling.repetition_penalty
-        scores[index] = torch.where(values > 0, values / penalty, values * penalty)
+        scores.scatter_(0, index, torch.where(values > 0, values / penalty, values * penalty))
     if sampling.frequency_penalty or sampling.presence_penalty:
         ids, penalties = _output_penalties(row)
-        scores[torch.from_numpy(ids).to(scores.device)] -= torch.from_numpy(penalties).to(scores.device)
+        index = torch.from_numpy(ids).to(scores.device)
+        scores.scatter_add_(0, index, torch.from_numpy(-penalties).to(scores.device))
 
 
-def find_allowed_and_banned(row: SampleRow, vocab_size: int) -> tuple[set[int], set[int]]:
+def find_allowed_and_banned(row: SampleRow, vocab_size: int) -> tuple[Set[int], Set[int]]:
     """The only possible ids if allowed_token_ids names any; otherwise the ids banned by bad_words_ids and min_tokens.
 
     If the bans would leave no id, they are dropped, because an id that ends the request early or completes a bad word
@@ -83,8 +87,8 @@ def find_allowed_and_banned(row: SampleRow, vocab_size: int) -> tuple[set[int], 
         # a checkpoint may name end ids without an embedding
         banned.update(token_id for token_id in sampling.stop_token_ids if token_id < vocab_size)
     if sampling.allowed_token_ids:
-        allowed = set(sampling.allowed_token_ids)
-        return (allowed - banned) or allowed, set()
+        allowed = sampling.allowed_set
+        return (allowed - banned) or allowed if banned else allowed, set()
     return set(), banned if len(banned) < vocab_size else set()
 
 
@@ -139,8 +143,8 @@ def pack_adjustments(rows: Sequence[SampleRow], vocab_size: int) -> tuple[_Int32
 class _NamedIds(NamedTuple):
     """The ids named in a row's parameters."""
 
-    allowed: set[int]
-    banned: set[int]
+    allowed: Set[int]
+    banned: Set[int]
     biases: dict[int, float]
 
     @property
@@ -233,5 +237,6 @@ def _to_array(ids: Iterable[int]) -> _Int64s:
     return np.array(list(ids), np.int64)
 
 
-def _to_index(ids: Iterable[int], scores: Tensor) -> Tensor:
-    return torch.tensor(list(ids), dtype=torch.int64, device=scores.device)
+def _to_index(ids: Collection[int], scores: Tensor) -> Tensor:
+    index = np.array(ids) if isinstance(ids, array) else np.fromiter(ids, np.int64, len(ids))
+    return torch.from_numpy(index).to(scores.device)

@@ -55,6 +55,16 @@ def test_ids_may_be_any_sequence(make: object) -> None:
     assert wanted[9] == -math.inf
 
 
+def test_an_id_that_occurs_often_is_penalised_once_for_repetition() -> None:
+    wanted = adjusted([3, 9], [10], repetition_penalty=1.7)
+    assert torch.equal(adjusted([3, 9, 3, 3, 9], [10, 10, 3], repetition_penalty=1.7), wanted)
+
+
+def test_allowed_ids_may_repeat() -> None:
+    assert torch.equal(adjusted(allowed_token_ids=(5, 3, 5, 5)), adjusted(allowed_token_ids=(3, 5)))
+    assert banned([7], [], allowed_token_ids=(5, 3, 5), bad_words_ids=((5,),)) == set(range(VOCAB)) - {3}
+
+
 def test_allowed_ids() -> None:
     assert banned(allowed_token_ids=(3, 5)) == set(range(VOCAB)) - {3, 5}
     assert adjusted(allowed_token_ids=(3,))[3] == torch.linspace(-3.0, 3.0, VOCAB)[3]
