@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from serve_llm.server.tracing.request_trace import RequestTrace  # imports an optional dependency
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
+MAX_ENTRIES = 256
+"""Tokens with log-probabilities whose JSON is made in the event loop, at up to 26 us each. More would delay streams, so
+a thread makes it."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -180,7 +183,12 @@ async def _send_body(send: Send, generation: Generation, builder: BodyBuilder, h
     deltas = await generation.read_whole()
     if generation.closed:
         return
-    await send_content(send, builder.build_body(deltas, generation.counts(with_times=True)), headers)
+    counts = generation.counts(with_times=True)
+    if sum(len(delta.entries) + len(delta.prompt_logprobs or ()) for delta in deltas) > MAX_ENTRIES:
+        body = await asyncio.to_thread(builder.build_body, deltas, counts)
+    else:
+        body = builder.build_body(deltas, counts)
+    await send_content(send, body, headers)
 
 
 async def send_content(send: Send, content: bytes, headers: Headers) -> None:
