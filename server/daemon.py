@@ -67,7 +67,8 @@ async def serve(options: Options) -> int:
     from serve_llm.server.front_ends.gateway import FrontEndGateway
     from serve_llm.server.front_ends.group import FrontEndGroup
     from serve_llm.server.garbage import limit_collections
-    from serve_llm.server.http.connection import HttpServer, StartupApp
+    from serve_llm.server.http.connection import HttpServer
+    from serve_llm.server.http.startup_app import StartupApp
 
     began = time.perf_counter()
     signals = StopSignals()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
@@ -14,8 +11,6 @@ from tokenizers.processors import TemplateProcessing
 
 from serve_llm.common.types import EngineCoreRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.response.builder import CompletionBuilder
-from serve_llm.server.routes import generation
 from serve_llm.server.schema.completions import Completion, CompletionLogprobs
 from support.fakes import logprobs_of
 from support.serving import TEXT, Served
@@ -220,27 +215,6 @@ def test_offsets_of_an_echo_count_special_tokens(serve: Serve) -> None:
     assert found.logprobs.tokens[0] == "<|user|>"
     found = completion(begins.complete(prompt="hello", truncate_prompt_tokens=2, **body)).choices[0]
     assert (found.text, found.logprobs.text_offset) == ("lo<|end|>x", [0, 2, 9])
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_many_logprobs_are_encoded_outside_the_event_loop(
-    served: Served, monkeypatch: pytest.MonkeyPatch, in_thread: bool
-) -> None:
-    threads = []
-    build = CompletionBuilder.build_body
-
-    def note_thread(*args: Any) -> bytes:
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
-            threads.append("event loop")
-        return build(*args)
-
-    monkeypatch.setattr(CompletionBuilder, "build_body", note_thread)
-    monkeypatch.setattr(generation, "MAX_ENTRIES", 3 if in_thread else 4)
-    ids = served.ids(TEXT)[:4]
-    found = completion(served.complete(prompt=ids, prompt_logprobs=2, logprobs=1, max_tokens=1)).choices[0]
-    assert len(found.prompt_logprobs or ()) == 4 and found.logprobs is not None
-    assert threads == ([] if in_thread else ["event loop"])
 
 
 def test_prompt_logprobs(served: Served) -> None:

@@ -16,8 +16,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from serve_llm.server.http.connection import StartupApp
 from serve_llm.server.http.errors import ANSWERS, ServeError, Unavailable, answer_for, error_body
+from serve_llm.server.http.startup_app import StartupApp
 from support.asgi import Call, fetch
 from support.fakes import facts
 from support.serving import TEXT, Served
