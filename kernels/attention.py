@@ -108,9 +108,10 @@ def paged_attention(
     block_size, head_dim), and the values are the first value_dim elements of the keys (multi-head latent attention,
     arXiv:2405.04434).
     cache_scales: as `write_cache` divided the rows of the cache by them.
-    on_device: on a GPU, query_starts and context_lens as tensors, which the kernels read. The lists then only bound the
-    launch, so that a captured launch serves all shorter lengths: at most as many tokens and sequences, contexts at most
-    as long as the longest one, and sequences with several queries only where the lists have some. None on a CPU.
+    on_device: query_starts and context_lens as tensors, which compiled kernels read instead of the lists. On a GPU the
+    lists then only bound the launch, so that a captured launch serves all shorter lengths: at most as many tokens and
+    sequences, contexts at most as long as the longest one, and sequences with several queries only where the lists have
+    some. In a recorded step on a CPU the lists only have the number of sequences. None: the lists count.
     Returns (tokens, heads, value_dim or head_dim) in the query's dtype.
     """
     length = max(KEY_TILE, cache.shape[3])

@@ -6,7 +6,7 @@ from serve_llm.common.options.peer_flag import PeerFlag, always, ignored, neutra
 
 _CONFIG = "edit config.json in a copy of the checkpoint"
 _DIALECT = "the chat template shows the format; --dialect selects another one (docs/dialects.md)"
-_NO_COMPILATION = "nothing is compiled at start; --enforce-eager switches CUDA graphs off"
+_NO_COMPILATION = "nothing is compiled at start; --enforce-eager switches CUDA graphs and recorded steps off"
 _PROXY = "put a reverse proxy in front of the server"
 _KERNELS = "omit it; the kernels are chosen by device and instruction set"
 _TEXT_ONLY = "omit it; images and audio are not read, only the text part of such models"

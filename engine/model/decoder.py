@@ -55,8 +55,8 @@ class Decoder:
         last stage, if the model generates. pooler: on the last stage, if the model returns vectors. rope_of_layer:
         index into (None, *ropes). temperature_of_layer: index into (None, *temperatures). group_of_layer: index into
         `StepInputs.groups`; None for a layer that caches no KV. is_first_of_kind: whether no layer before this one has
-        the same LayerSpec and KV group. capturable: whether CUDA graphs can capture a step. description: see
-        `__repr__`."""
+        the same LayerSpec and KV group. capturable: whether a step can be captured as a CUDA graph, or recorded on a
+        CPU. description: see `__repr__`."""
         self._embed = embed
         self._layers = layers
         self._lm_head = lm_head

@@ -23,9 +23,7 @@ from serve_llm.engine.model.weight_format import (
 
 def read_fp8(config: ConfigReader) -> MarkedModules:
     """Read fp8 settings. With `weight_block_size`, as transformers (`FineGrainedFP8Config`) and DeepSeek-V3 write it,
-    there is a scale per block; otherwise one per tensor, which AutoFP8 and transformers name differently.
-
-    """
+    there is a scale per block; otherwise one per tensor, which AutoFP8 and transformers name differently."""
     config.only("fmt", None, "e4m3", "e4m3fn", "float8_e4m3fn")
     config.only("expert_dtype", None, "fp8")
     config.empty("modules_to_convert")

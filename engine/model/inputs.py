@@ -48,7 +48,7 @@ class StepInputs:
     query_starts: list[int]  # sequences + 1 offsets into tokens
     context_lens: list[int]  # tokens of each sequence, those of this step included
     groups: tuple[KVGroupInputs, ...]
-    lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there
+    lengths: Lengths | None = None  # query_starts and context_lens on the device, for steps that may be captured
     token_types: Tensor | None = None  # (tokens,) int64, for models that have them
     state_slots: list[int] | None = None  # slot of each sequence's states, in models with states
     state_drafts: DraftCounts | None = None  # in models with states: None if there are none

@@ -56,7 +56,7 @@ class ModelRunner:
         capture: Capture | None = None,
     ) -> None:
         """caches: the cache of each of this rank's layers, as `AttentionInputs` has it. adapters: None without LoRA.
-        capture: None for CUDA graphs."""
+        capture: None for CUDA graphs; a `CallCapture` on a CPU."""
         device = torch.device(config.device)
         self._decoder = decoder
         self._dtype: torch.dtype = getattr(torch, config.dtype)

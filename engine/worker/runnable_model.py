@@ -15,7 +15,7 @@ from serve_llm.engine.model.pooler import Pooler
 class RunnableModel(Protocol):
     """The model of a rank: a `Decoder`, which documents these methods, or a `TransformersDecoder`."""
 
-    capturable: bool  # a step may be captured as a CUDA graph: it reads nothing back from the device
+    capturable: bool  # a step may be captured, or recorded on a CPU: nothing is read back
     pooler: Pooler | None
     collected_layers: tuple[int, ...]
     collected: list[Tensor]

@@ -103,7 +103,8 @@ class Worker:
         self.weight_bytes = count_held_bytes(self._decoder, without=[item for item in buffers if item is not None])
         vocab_shards = shard.vocabularies(spec.vocab_size)
         self._vocabulary = VocabParallelLogits(vocab_shards, process_groups.tensor, choose_sampling(self._device))
-        if self._record is None and self._decoder.capturable != process_groups.wait_for_all(self._decoder.capturable):
+        all_capture = process_groups.wait_for_all(self._decoder.capturable)
+        if self._record is None and self._decoder.capturable != all_capture:
             self._decoder.capturable = False  # ranks that capture run other steps at start, and steps of other sizes
             logger.warning("Steps are not captured as graphs, because the experts of another rank cannot be captured")
         self._balancer: ExpertBalancer | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
@@ -25,25 +25,35 @@ class BufferPool:
     """The memory of results in recorded steps, of which only one is repeated at a time."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self._buffers: dict[int, Tensor] = {}  # by address
 
     def allocate(self, like: Tensor) -> Tensor:
         """Return a tensor of the same dtype, sizes and strides, in memory that no tensor uses any more."""
         num_bytes = like.untyped_storage().nbytes()
-        for buffer in self._buffers:
-            if buffer.untyped_storage().nbytes() >= num_bytes and not _is_used(buffer):
-                break
-        else:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            self._buffers.append(buffer)
-        return like.new_empty(0).set_(buffer.untyped_storage(), 0, like.size(), like.stride())
+        free = (buffer for buffer in self._buffers.values() if len(buffer) >= num_bytes and not _is_used(buffer))
+        buffer = min(free, key=len, default=None)
+        if buffer is None:
+            buffer = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
+            self._buffers[buffer.data_ptr()] = buffer
+        return like.new_empty(0).set_(buffer.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+
+    def borrow(self, value: Any) -> Any:
+        """Return the value; a tensor of the pool as another one at the same address, which does not keep its memory."""
+        if not isinstance(value, Tensor):
+            return value
+        buffer = self._buffers.get(value.untyped_storage().data_ptr())
+        if buffer is None:
+            return value
+        memory = (ctypes.c_uint8 * len(buffer)).from_address(buffer.data_ptr())
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return value.new_empty(0).set_(storage, value.storage_offset(), value.size(), value.stride())
 
 
 class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that records torch's operations, and the kernels that are passed to `add`.
 
-    Results of kernels get their memory from a pool. As in the step itself, later calls may overwrite a result that no
-    tensor of the step holds any more."""
+    Results get their memory from a pool. As in the step itself, later calls may overwrite a result that no tensor of
+    the step holds any more."""
 
     def __init__(self, pool: BufferPool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,27 +63,40 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add(self, kernel: Callable[..., object], arguments: Sequence[Any]) -> None:
         """Record a call that was made. Structures are copied, because their owners change them for later calls."""
-        self._calls.append((kernel, [_copy_structure(argument) for argument in arguments]))
+        self._calls.append((kernel, tuple(_copy_structure(argument) for argument in arguments)))
 
     def __torch_dispatch__(
         self, operation: Any, types: object, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None
     ) -> Any:
+        """Raises RuntimeError for an operation whose result the step reads on the host, because it would be the same in
+        all repetitions."""
         options = options or {}
         result = operation(*arguments, **options)
         if operation.overloadpacket in ALLOCATIONS:
             return self._pool.allocate(result)
         if operation._schema.is_mutable:
-            self._calls.append((partial(operation, **options), arguments))
+            self._record(partial(operation, **options), arguments)
         elif operation.overloadpacket is aten.lift_fresh:  # makes a constant
             self._constants.append(result)
+        elif not all(isinstance(one, Tensor) for one in tree_leaves(result)):
+            raise RuntimeError(f"{operation} reads back a value, so the step cannot be recorded")
         elif not _is_view(result, arguments):
-            self._calls.append((partial(_repeat, result, operation, options), arguments))
+            result = tree_map(self._move, result)
+            repeat = partial(_repeat, tree_map(self._pool.borrow, result), operation, options)
+            self._record(repeat, arguments)
         return result
 
     def replay(self) -> None:
         """Repeat the calls."""
         for kernel, arguments in self._calls:
             kernel(*arguments)
+
+    def _record(self, call: Callable[..., object], arguments: Sequence[Any]) -> None:
+        self._calls.append((call, tree_map(self._pool.borrow, arguments)))
+
+    def _move(self, result: Tensor) -> Tensor:
+        """Copy a result into the pool."""
+        return self._pool.allocate(result).copy_(result)
 
 
 def _is_used(buffer: Tensor) -> bool:
@@ -94,11 +117,7 @@ def _find_memory(tensor: Tensor) -> int:
 
 def _repeat(result: Any, operation: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> None:
     """Overwrite the result of an operation, a tensor or several, by that of another call."""
-    repeated = operation(*arguments, **options)
-    if isinstance(result, Tensor):
-        result.copy_(repeated)
-        return
-    for old, new in zip(result, repeated, strict=True):
+    for old, new in zip(tree_leaves(result), tree_leaves(operation(*arguments, **options)), strict=True):
         old.copy_(new)
 
 

@@ -51,11 +51,13 @@ class ExpertPacker:
     def weighted_sum(self, rows: Tensor, weights: Tensor) -> Tensor:
         """See `kernels.moe.weighted_sum`."""
         tokens, top_k, width = rows.shape
+        rows = rows.contiguous()
+        weights = weights.contiguous()
         total = rows.new_empty((tokens, width))
         self._weighted_sum(
             rows.dtype == torch.bfloat16,
-            rows.contiguous().data_ptr(),
-            weights.contiguous().data_ptr(),
+            rows.data_ptr(),
+            weights.data_ptr(),
             total.data_ptr(),
             tokens,
             top_k,

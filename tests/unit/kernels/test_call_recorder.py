@@ -76,6 +76,36 @@ def test_results_that_nobody_holds_give_their_memory_to_later_ones() -> None:
     assert half.eq(12).all() and other.eq(17).all() and constant.tolist() == [2, 3, 4]
 
 
+def test_the_pool_does_not_grow_with_the_layers_or_the_recordings() -> None:
+    x = torch.randn(6, 8)
+    pool = BufferPool()
+
+    def compute(layers: int) -> Tensor:
+        hidden = x
+        for _ in range(layers):
+            best, order = hidden.topk(4)
+            scattered = torch.empty(6, 8).zero_()
+            scattered[:, :4] = best.softmax(-1) + order.float()
+            hidden = torch.cat((scattered[:, 4:], scattered[:, :4]), 1).mul_(0.5) + hidden
+        return hidden
+
+    _, first = record(lambda: compute(1), pool)
+    del _
+    num_buffers = len(pool._buffers)
+    result, recorder = record(lambda: compute(12), pool)
+    assert len(pool._buffers) <= num_buffers + 3
+    x.normal_()
+    replay(first)
+    replay(recorder)
+    assert torch.equal(result, compute(12))
+
+
+def test_a_step_that_reads_a_value_back_is_not_recorded() -> None:
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError, match="reads back a value"):
+        record(lambda: x * x.sum().item())
+
+
 def test_kernels_get_copies_of_their_structures() -> None:
     class Pair(ctypes.Structure):
         _fields_ = (("first", ctypes.c_int), ("second", ctypes.c_int))

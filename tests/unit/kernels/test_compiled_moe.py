@@ -83,6 +83,8 @@ def test_sums_and_order_of_the_definitions(found: library.Library, dtype: torch.
     assert torch.equal(
         packer.weighted_sum(rows, case.weights).nan_to_num(7.0), moe.weighted_sum(rows, case.weights).nan_to_num(7.0)
     )
+    turned = case.weights.t().contiguous().t()
+    assert torch.equal(packer.weighted_sum(rows.nan_to_num(), turned), moe.weighted_sum(rows.nan_to_num(), turned))
     order, tokens, bounds = packer.sort_by_expert(case.experts, own)
     expected = moe.sort_by_expert(case.experts, own)
     assert torch.equal(order, expected[0]) and torch.equal(tokens, order // 3) and torch.equal(bounds, expected[1])

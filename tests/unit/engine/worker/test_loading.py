@@ -32,6 +32,18 @@ def test_the_share_that_is_loaded_is_logged(monkeypatch: pytest.MonkeyPatch, cap
     assert len(lines) >= 5 and lines[-1] == "Loading weights: 100%"
 
 
+def test_a_rank_that_records_steps_waits_for_all_ranks_too(tmp_path: Path) -> None:
+    """Engines that share experts wait for each other's weights there."""
+    make_checkpoint(tmp_path, "llama", head_dim=16)
+    options = make_options(str(tmp_path), device="cpu", kv_cache_memory="1MiB", load_format="dummy")
+    config, spec, weights = resolve_all(options, str(tmp_path), read_config(tmp_path))
+    waits: list[bool] = []
+    groups = ProcessGroups(wait_for_all=lambda own: bool(waits.append(own)))
+    worker = Worker(config, spec, weights, Ranks(spec, ParallelLayout(1, 1)).shards[0], groups)
+    worker.allocate(worker.num_blocks)
+    assert waits == [True] and worker._runner.graphs is not None
+
+
 @pytest.mark.parametrize("others_can", [True, False])
 def test_a_rank_captures_steps_only_if_all_ranks_can(
     others_can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
