@@ -1,7 +1,8 @@
-"""The HTTP server: uvicorn with limits on slow and hostile connections, and an app that answers during start-up.
+"""The HTTP server: uvicorn with limits on slow and hostile connections.
 
-`Connection` overrides private parts of uvicorn's `HttpToolsProtocol` and `RequestResponseCycle` (`_start_asgi_task`,
-`pipeline`, `flow`, `cycle.transport`, `cycle.message_event`), so pyproject.toml pins uvicorn to the tested version.
+`Connection` uses private parts of uvicorn's `HttpToolsProtocol` and `RequestResponseCycle` (`_start_asgi_task`,
+`pipeline`, `flow`, `_unset_keepalive_if_required`, `cycle.transport`, `cycle.message_event`), so pyproject.toml pins
+uvicorn to the tested version.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._read_timer)
         _cancel(self._write_timer)
+        self._unset_keepalive_if_required()
         self._disconnect()
         super().connection_lost(exc)
         # The last request refers to its connection. Cycles would fill the heap until a full collection, during which
@@ -157,9 +159,13 @@ class Connection(HttpToolsProtocol):
         if self._running is not None:
             _drop_writer(self._running)
         super().on_response_complete()
+        if self._drain.has_begun:
+            self.shorten_keep_alive()
 
     def shorten_keep_alive(self) -> None:
-        """Close the connection soon if no request comes."""
+        """Close the connection after its response, or soon if no request comes."""
+        if self._running is not None and not self._running.response_started:
+            self._running.keep_alive = False
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = self.loop.call_later(DRAIN_IDLE_SECONDS, self.timeout_keep_alive_handler)

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http import connection, file_reserve
-from serve_llm.server.http.connection import Connection, HttpServer
+from serve_llm.server.http.connection import Connection, HttpServer, Message, Receive, Send
 from serve_llm.server.http.file_reserve import ReservedFiles, find_reserved_files
 from serve_llm.server.http.startup_app import StartupApp
 
@@ -64,6 +64,53 @@ def test_an_idle_connection_outlives_those_of_load_balancers_but_ends_with_a_dra
             await asyncio.wait_for(serving, 60)
 
     asyncio.run(scenario())
+
+
+def test_a_connection_that_is_busy_when_a_drain_begins_closes_after_its_response() -> None:
+    has_begun = asyncio.Event()
+    may_end = asyncio.Event()
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        has_begun.set()
+        await may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = HttpServer(app, make_options("demo").limits, None, None)
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await has_begun.wait()
+            server.stop_accepting()
+            may_end.set()
+            answer = await asyncio.wait_for(reader.read(), 60)
+            assert b"connection: close" in answer and answer.endswith(b"ok")
+            writer.close()
+            server.should_exit = True
+            await asyncio.wait_for(serving, 60)
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_connection_leaves_no_timer() -> None:
+    async def scenario() -> bool:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+            (connection,) = server.server_state.connections
+            assert isinstance(connection, Connection) and connection.timeout_keep_alive_task is not None
+            connection.connection_lost(ConnectionResetError())
+            writer.close()
+            server.should_exit = True
+            await asyncio.wait_for(serving, 60)
+            return connection.timeout_keep_alive_task is None
+
+    assert asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -319,3 +319,17 @@ def test_the_old_form_of_calls_in_messages_is_read(serve_text: Callable[..., Ser
     for call in ({"arguments": "{}"}, {"name": []}, "x"):
         refused = served.chat(messages=[user, {**old, "function_call": call}])
         assert refused.status == 400 and refused.json()["error"]["param"] == "messages[1].function_call.name"
+
+
+def test_each_old_call_has_an_id_of_its_own(serve_text: Callable[..., Served]) -> None:
+    """The output of a call whose arguments were truncated is left out, and no other."""
+    served = serve_text("Hello.")
+    messages: list[dict[str, object]] = [{"role": "user", "content": "Hi"}]
+    for number, arguments in enumerate(('{"city": "Rome"}', '{"ci', '{"city": "Oslo"}')):
+        call = {"name": "get_weather", "arguments": arguments}
+        messages.append({"role": "assistant", "content": None, "function_call": call})
+        messages.append({"role": "function", "name": "get_weather", "content": f"out {number}"})
+    reply = served.chat(messages=messages)
+    assert reply.status == 200 and reply.headers["x-ignored-fields"] == "messages[3].tool_calls[0], messages[4]"
+    prompt = prompt_text(served)
+    assert "out 0" in prompt and "out 1" not in prompt and "out 2" in prompt
