@@ -21,6 +21,7 @@ import msgspec
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.gguf.checkpoint import list_links
 from serve_llm.common.hub import read_json
+from serve_llm.common.weight_files import INDEX
 
 _GET_ADDRESSES = 22  # RTM_GETADDR
 _DONE = 3  # NLMSG_DONE
@@ -173,7 +174,7 @@ def difference(all_hosts: Sequence[Fingerprint], names: Sequence[str] | None = N
 
 def _weights_hash(directory: Path) -> str:
     paths = sorted(directory.glob("*.safetensors"))
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     parts = []
     if index.is_file():
         listed = read_json(index).get("weight_map")

@@ -21,6 +21,7 @@ from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import BIN_INDEX, BIN_SINGLE, read_json, resolve_bin_model
 from serve_llm.common.options.schema import OPTION_FIELDS
 from serve_llm.common.options.sources import make_parser, merge_sources, read_command_line
+from serve_llm.common.weight_files import INDEX
 from serve_llm.engine.worker.kv_cache import format_bytes
 
 CONVERT_FIELDS = [option for option in OPTION_FIELDS if option.name in ("model", "revision", "download_dir")]
@@ -30,7 +31,6 @@ DESCRIPTION = (
     "from them and runs no code."
 )
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-INDEX = "model.safetensors.index.json"
 SECONDS, BYTES_PER_SECOND = 120, 10 << 20  # the minimum time for a file, and the slowest pace beyond it
 VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "TMPDIR")  # no tokens, no proxies
 

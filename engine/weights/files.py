@@ -15,12 +15,10 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import list_links
+from serve_llm.common.weight_files import INDEX, OTHER_WEIGHTS, SINGLE
 from serve_llm.engine.weights.gguf_checkpoint import GGUFCheckpoint
 from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-OTHER_WEIGHTS = ("adapter_model", "consolidated")  # names of an adapter's weights and of copies in Mistral's own format
 _PART = re.compile(r"(?P<base>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 
 _libc = ctypes.CDLL(None)
