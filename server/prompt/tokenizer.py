@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
@@ -83,16 +84,21 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text. Releases the GIL, which the library's own `encode` does not. Raises InvalidRequest."""
+        ids: list[int] = self._encode_batch([text], add_special_tokens)[0].ids
+        return ids
+
+    def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[Encoding]:
+        """Raises InvalidRequest."""
         try:
-            ids: list[int] = self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self.rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
-            if (lone := re.search("[\ud800-\udfff]", text)) is None:
+            found = (re.search("[\ud800-\udfff]", text) for text in texts)
+            if (lone := next(filter(None, found), None)) is None:
                 raise
             raise InvalidRequest(
                 f"a text holds a lone surrogate, {lone[0]!r} at index {lone.start()}: half of a character, which no "
                 "text can have"
             ) from None
-        return ids
 
     def _find_begin_id(self) -> int | None:
         """The special token that is put before every text, if there is one."""
@@ -107,12 +113,12 @@ class Tokenizer:
         self, texts: Sequence[tuple[str, str | None]], max_tokens: int, side: Side, add_special_tokens: bool
     ) -> list[Encoded]:
         """Encode texts, or pairs of texts, in parallel. Truncates each on the given side to at most `max_tokens`,
-        special tokens included.
+        special tokens included. Raises InvalidRequest.
 
         In a pair, the longer text is truncated first.
         """
         flat = [text for pair in texts for text in pair if text is not None]
-        encodings = iter(self.rust.encode_batch_fast(flat, add_special_tokens=False))
+        encodings = iter(self._encode_batch(flat, add_special_tokens=False))
         encoded: list[Encoded] = []
         for _, second in texts:
             is_pair = second is not None

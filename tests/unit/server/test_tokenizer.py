@@ -6,6 +6,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
+from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.tokenizer import Tokenizer
 
 TEXTS = ["", " a cab", "dab  cad\n", "<s>abc</s> ü日", "b" * 40]
@@ -55,3 +56,13 @@ def test_ids_are_the_librarys(build: type[RustTokenizer], special: bool) -> None
         expected = rust.encode(one, other, add_special_tokens=special)
         assert ids == expected.ids
         assert second_start == (expected.type_ids.index(1) if 1 in expected.type_ids else None)
+
+
+def test_a_lone_surrogate_is_named() -> None:
+    tokenizer = Tokenizer(build_bytes(), {})
+    for call in (
+        lambda: tokenizer.encode("a\ud800", False),
+        lambda: tokenizer.encode_truncated([("a", "a\ud800")], 10, "right", False),
+    ):
+        with pytest.raises(InvalidRequest, match=r"lone surrogate, '\\ud800' at index 1"):
+            call()
