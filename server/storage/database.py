@@ -24,6 +24,7 @@ MEMORY = ":memory:"
 APPLICATION_ID = 0x5E12E11  # identifies files of this program
 VERSION = 1  # version of the schema
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FAILURES = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")  # begin SQLite's names of errors
 
 
 class Database:
@@ -54,8 +55,7 @@ class Database:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self.run_here, work)
         except (sqlite3.Error, OSError) as error:
             # A full or failing disk is no bug, so its line needs no traceback.
-            is_disk = isinstance(error, OSError | sqlite3.OperationalError)
-            logger.error("--%s failed: %s", self._option, error, exc_info=not is_disk)
+            logger.error("--%s failed: %s", self._option, error, exc_info=not _is_disk_failure(error))
             raise describe_failure(f"the store of --{self._option}", error) from None
 
     def run_here(self, work: Callable[[Connection], T]) -> T:
@@ -67,6 +67,10 @@ class Database:
         """Finish pending work. Idempotent."""
         self._thread.shutdown(wait=True)
         self._connection.close()
+
+
+def _is_disk_failure(error: sqlite3.Error | OSError) -> bool:
+    return isinstance(error, OSError) or getattr(error, "sqlite_errorname", "").startswith(_DISK_FAILURES)
 
 
 def describe_failure(store: str, error: sqlite3.Error | OSError) -> StoreError:

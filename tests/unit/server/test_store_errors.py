@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from starlette.formparsers import MultiPartParser
 
+from serve_llm.server.http.errors import StoreError
 from serve_llm.server.storage.database import Connection, Database
 from support.asgi import Reply
 from support.serving import Served
@@ -78,6 +81,20 @@ def test_a_store_that_cannot_be_read(serve_stored: ServeStored, monkeypatch: pyt
             check(served.get(f"{PATH}/{response_id}{path}"), 503, "--responses-store", "locked")
         check(served.post(PATH, {"input": "x", "previous_response_id": response_id}), 503, "locked")
     assert ask(served, previous_response_id=response_id)["status"] == "completed"
+
+
+def test_a_wrong_statement_is_logged_as_a_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SQLite reports it with the class that a full disk has."""
+    database = Database(tmp_path / "database", "", "responses-store")
+    with pytest.raises(StoreError, match="no such column"):
+        asyncio.run(database.run(lambda connection: connection.execute("SELECT lost").fetchall()))
+    assert "Traceback" in caplog.text
+    caplog.clear()
+    database.run_here(lambda connection: connection.execute(READ_ONLY).fetchall())
+    with pytest.raises(StoreError, match="readonly"):
+        asyncio.run(database.run(lambda connection: connection.execute("CREATE TABLE late (id)").fetchall()))
+    assert "--responses-store failed" in caplog.text and "Traceback" not in caplog.text
+    database.close()
 
 
 @pytest.mark.parametrize(("pragma", "status"), [(READ_ONLY, 503), (NO_ROOM, 507)])
