@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 
-YOUNG_COLLECTIONS = 100
-"""Collections of young objects before a full one, each after about 7,000 new objects. A full collection traverses every
-open request, 200 ms for a queue of 2,000; requests leave no cycles, so there is little for it to find."""
+MIDDLE_COLLECTIONS = 100
+"""Collections of the middle generation before a full one; each comes after about 7,000 new objects. A full collection
+traverses every open request, 200 ms for a queue of 2,000; requests leave no cycles, so there is little for it to
+find."""
 
 
 def limit_collections() -> None:
     """Call once everything that stays has been loaded."""
     gc.freeze()  # otherwise each full collection traverses all modules
     young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, YOUNG_COLLECTIONS)
+    gc.set_threshold(young, middle, MIDDLE_COLLECTIONS)

@@ -12,8 +12,8 @@ _BASE = re.compile(rb"\A/+(v\d+)/+")
 
 
 class PathMiddleware:
-    """ASGI middleware that ignores doubled slashes around /v1 and a trailing one, and answers HEAD like GET,
-    without the body."""
+    """ASGI middleware that ignores doubled slashes around a version such as /v1 and a trailing one, and answers HEAD
+    like GET, without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

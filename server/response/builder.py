@@ -150,8 +150,8 @@ class ChatBuilder(ResponseBuilder):
     plain_choice = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
 
     def build_events(self, delta: Delta) -> list[Json]:
-        """One event for the role, and one for each piece of the delta; the last one holds everything else. None if
-        the delta has nothing to show yet."""
+        """One event for the role, and one for each piece of the delta; the last one holds everything else. No
+        events if the delta has nothing to show yet."""
         news: list[Json] = [{"role": "assistant", "content": ""}] if delta.first else []
         if delta.first and self._opening_text:
             news.append({"content": self._opening_text})

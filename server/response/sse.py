@@ -97,9 +97,8 @@ class SSEEncoder:
             for event in events:
                 event["usage"] = usage
             shows_tokens = bool(delta.ordered_pieces) or delta.finish_reason is not None
-            if delta.first and (
-                len(events) > 1 or not shows_tokens
-            ):  # the first one opens the message, without a token
+            opens_without_token = delta.first and (len(events) > 1 or not shows_tokens)
+            if opens_without_token:
                 events[0]["usage"] = build_usage(msgspec.structs.replace(counts, completion=self._num_shown))
             if len(events) > 1 or shows_tokens:
                 self._num_shown = counts.completion
