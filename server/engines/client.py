@@ -140,6 +140,9 @@ class EngineClient:
         self._sinks = {}
 
     def close(self) -> None:
+        """Idempotent."""
+        if self._socket.closed:
+            return
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self.heartbeat.close()
@@ -157,7 +160,11 @@ class EngineClient:
             if events & POLLIN:
                 self._received.put_nowait(self._socket.recv(zmq.NOBLOCK))
             elif events & POLLOUT and self._unsent:
-                self._socket.send(self._unsent.popleft(), zmq.NOBLOCK)
+                try:
+                    self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                except zmq.Again:  # the engine has just gone, which the events show from now on
+                    continue
+                self._unsent.popleft()
             else:
                 return
 

@@ -104,7 +104,12 @@ async def _read_response(reader: asyncio.StreamReader, send: Send) -> bool:
     parsed = _Response()
     has_begun = False
     while not parsed.is_complete:
-        data = await reader.read(CHUNK_BYTES)
+        try:
+            data = await reader.read(CHUNK_BYTES)
+        except ConnectionError:  # such as a reset, if the server process was killed before it had read the request
+            if has_begun:
+                raise
+            return False
         if not data:
             if has_begun:
                 raise ConnectionResetError("the server process closed the connection")

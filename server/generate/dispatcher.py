@@ -104,6 +104,7 @@ class LocalDispatcher:
             tracked = self._replicas.submit_many(pairs)
         except BaseException as error:
             self.release(admission, 0, is_whole=False)
+            self.abort([request.id for request, _ in pairs])
             if isinstance(error, EngineError):
                 raise Unavailable(str(error)) from None
             raise

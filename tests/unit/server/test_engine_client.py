@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -106,3 +107,43 @@ def test_messages_in_both_directions_arrive_in_order() -> None:
 
     submitted = asyncio.run(asyncio.wait_for(run(), 60))
     assert submitted == delivered == list(range(300))
+
+
+def test_a_message_that_cannot_be_sent_yet_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq may notice that the engine is gone only after it has reported that a message can be sent."""
+
+    async def run() -> None:
+        client = EngineClient(Meter(Clock()))
+        send = client._socket.send
+        num_calls = 0
+
+        def fail_once(data: bytes, flags: int) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 1:
+                raise zmq.Again
+            send(data, flags)
+
+        monkeypatch.setattr(client._socket, "send", fail_once)
+        peer = Peer(client)
+        request = EngineCoreRequest(id=1, prompt_ids=[1], sampling=Sampling(max_tokens=1, seed=0))
+        client.submit_many([(request, lambda output: None)])
+        while num_calls < 2:
+            client._exchange()
+            await asyncio.sleep(0)
+        message = await asyncio.to_thread(peer.receive)
+        assert isinstance(message, messages.Submit) and [request.id for request in message.requests] == [1]
+        peer.close()
+        client.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_client_may_be_closed_twice() -> None:
+    async def run() -> None:
+        client = EngineClient(Meter(Clock()))
+        client.close()
+        client.close()
+        assert not Path(client.directory).exists()
+
+    asyncio.run(run())

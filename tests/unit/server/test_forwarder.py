@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,35 @@ def test_without_any_response_the_client_may_retry(tmp_path: Path) -> None:
     start, body = forward(tmp_path / "socket", end_at_once, leaves=False)
     assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
     assert json.loads(body["body"])["error"]["message"] == "the server ended before it answered"
+
+
+def test_the_client_may_retry_if_the_request_was_not_even_read(tmp_path: Path) -> None:
+    """A server process that is killed then resets the connection."""
+    sent: list[dict[str, Any]] = []
+
+    def close_unread(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.recv(1, socket.MSG_PEEK)  # the request has arrived
+        connection.close()
+
+    async def run() -> None:
+        messages = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "socket"))
+            listener.listen()
+            closing = asyncio.create_task(asyncio.to_thread(close_unread, listener))
+            await Forwarder(unused, ("/status",), str(tmp_path / "socket"))(SCOPE, receive, send)
+            await closing
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert sent[0]["status"] == 503
 
 
 def test_half_a_response_ends_the_connection(tmp_path: Path) -> None:

@@ -22,8 +22,11 @@ from serve_llm.common.heartbeat import HeartbeatReading
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.engines import client as client_module
 from serve_llm.server.engines import process as process_module
+from serve_llm.server.engines import restarts
 from serve_llm.server.engines.process import EngineDeath, EngineProcess
+from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.metrics.meter import Clock, Meter
+from support.fakes import facts
 
 POLL_SECONDS = 0.001
 
@@ -196,3 +199,52 @@ def test_a_process_that_cannot_be_launched_is_an_error_that_leaves_nothing(
     monkeypatch.setattr(module, name, fail)
     asyncio.run(run())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_may_be_stopped_twice() -> None:
+    async def run() -> None:
+        engine = EngineProcess(make_options("demo"), "/model", 0, Meter(Clock()))
+        await engine.stop()
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_a_replacement_that_cannot_be_launched_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor stops the dead engine again before the second attempt."""
+    launch = process_module.launch
+    launched: list[subprocess.Popen[bytes]] = []
+    failures: list[OSError] = []
+
+    def launch_or_fail(address: str) -> subprocess.Popen[bytes]:
+        if len(launched) == 1 and not failures:
+            failures.append(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            raise failures[0]
+        launched.append(launch(address))
+        return launched[-1]
+
+    async def become_ready(engine: EngineProcess) -> None:
+        engine.client._facts = facts()
+        engine._running = asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(process_module, "launch", launch_or_fail)
+    monkeypatch.setattr(EngineProcess, "start", become_ready)
+    monkeypatch.setattr(process_module, "POLL_SECONDS", 60.0)  # nothing hangs
+    monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.0)
+
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", device="cpu"), "/model")
+        await supervisor.start()
+        launched[0].kill()
+        replacing = asyncio.ensure_future(supervisor.watch())
+        while len(launched) < 2 or not supervisor.replicas.ready:
+            if replacing.done():
+                raise await replacing
+            await asyncio.sleep(0)
+        assert len(launched) == 2 and len(failures) == 1
+        assert "Too many open files" in str(supervisor.replicas.first_cause)
+        replacing.cancel()
+        await supervisor.stop(0.0)
+        await supervisor.stop(0.0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, EPLBStats, Sampling, SchedulerStats
+from serve_llm.server.admission.controller import AdmissionController, AdmissionRequest
 from serve_llm.server.engines.replica import Replica
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.generate.dispatcher import LocalDispatcher
 from support.asgi import Call
 from support.fakes import ScriptedEngine, facts
 from support.serving import Served
@@ -69,6 +73,29 @@ def test_aborts_go_to_the_engine_of_the_request() -> None:
         ]
         replicas.abort([1])
         assert sum(len(engine.aborted) for engine in both) == 3, "it had ended already"
+
+    asyncio.run(run())
+
+
+def test_a_submission_that_fails_is_withdrawn_from_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OverflowError("a number is too large for a message")
+
+    async def run() -> None:
+        both = engines(2)
+        replicas = Replicas(both)
+        admission = AdmissionController(replicas, (8, 2**30))
+        dispatcher = LocalDispatcher(replicas, admission)
+        pairs = [(request(number, [number] * 40), discard) for number in (1, 2)]
+        monkeypatch.setattr(both[1], "submit_many", fail)
+        admitted = AdmissionRequest(
+            tenant=0, priority=0, max_tokens=2, deadline=None, fail=discard, num_waiting=2, num_waiting_tokens=80
+        )
+        with pytest.raises(OverflowError):
+            dispatcher.submit(admitted, pairs, discard)
+        assert [one.id for one in both[0].submitted] == both[0].aborted == [1]
+        assert [replicas.count_open(index) for index in (0, 1)] == [0, 0]
+        assert admission.num_open == 0
 
     asyncio.run(run())
 

@@ -82,6 +82,8 @@ class Process:
     async def stop(self, patience: float = 0.0) -> None:
         self.asked_to_end |= self.client.ready
         self.stopped = True
+        self.client.fail(EngineDead("the engine was stopped"))
+        self.client.heartbeat = None  # the real one is closed
 
 
 @pytest.fixture
@@ -188,9 +190,7 @@ def test_no_engine_continues_requests_with_another_checkpoint(made: list[Process
             await supervisor.add_engines(2)
         made[0].death.set_result(RANK)
         error = await asyncio.wait_for(supervisor.watch(), 10)
-        assert isinstance(error, ModelError) and "(model.safetensors), so a new engine would serve another" in str(
-            error
-        )
+        assert isinstance(error, ModelError) and "(model.safetensors), so a new engine would serve" in str(error)
         assert len(made) == 1
         await supervisor.stop()
 
