@@ -54,7 +54,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param({"zero_point": False}, "q_proj.qzeros has zero point ", marks=pytest.mark.slow),
-        ({"version": "gemv"}, "quantization_config: version 'gemv' is not supported"),
+        ({"version": "gemv_fast"}, "quantization_config: version 'gemv_fast' is not supported"),
     ],
 )
 def test_a_packed_checkpoint_that_does_not_fit(change: dict[str, object], message: str, tmp_path: Path) -> None:

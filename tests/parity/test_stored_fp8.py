@@ -126,7 +126,7 @@ def test_captured_and_on_ranks(
     for found in (captured, ranks):
         ours = [one.logprob for number in range(len(prompts)) for one in found[number].prompt_logprobs or ()]
         errors.append(float((torch.tensor(ours) - exact).norm() / spread))
-    assert 0.01 < errors[0] < 0.4 and errors[1] < 1.5 * errors[0]
+    assert 0.01 < errors[0] < 0.6 and errors[1] < 1.5 * errors[0]
     kinds = {record.getMessage() for record in caplog.records if record.name == linear_fp8_stored.logger.name}
     names = ("128 x 128 block", "128 inputs", "row") if form == "fp8-128" else ("row",)  # a rank may have one block
     sentence = "fp8 weights with a scale per {} are multiplied by inputs that are rounded to 8 bits"

@@ -20,7 +20,11 @@ from support.scripts import load_script
 ROOT = Path(__file__).parents[3]
 KNOWN = frozenset(make_parser()._option_string_actions)
 FLAGS = [(engine, flag) for engine, flags in PEER_FLAGS.items() for flag in flags]
-NEEDS = {"--ssl-keyfile": ["--ssl-certfile", "c.pem"], "--ssl-certfile": ["--ssl-keyfile", "k.pem"]}
+NEEDS = {
+    "--ssl-keyfile": ["--ssl-certfile", "c.pem"],
+    "--ssl-certfile": ["--ssl-keyfile", "k.pem"],
+    "--max-loras": ["--enable-lora"],
+}
 VALUES = {
     "--block-size": "32",
     "--quantization": "int8",

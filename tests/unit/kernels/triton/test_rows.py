@@ -298,7 +298,9 @@ class TestFp8Blocks:
         for part in (x, x[:, : width // 2 + 1], x[:1], x[:0]):
             ours, theirs = (version(part, padded) for version in (quantise_blocks, linear_fp8_blocks.quantise_blocks))
             assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
-            assert torch.equal(ours[1], theirs[1]) and (not len(part) or ours[1].stride() == theirs[1].stride())
+            assert torch.equal(ours[1], theirs[1])
+            if len(part) and ours[1].shape[1] > 1:
+                assert ours[1].stride() == theirs[1].stride()
         assert_rows_alone(lambda rows: quantise_blocks(rows, padded)[0][: len(rows)].float(), x)
 
     def test_what_is_not_finite_shows(self) -> None:
