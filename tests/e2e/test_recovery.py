@@ -209,7 +209,8 @@ def test_a_checkpoint_that_was_replaced_ends_the_server_with_the_cause(tmp_path:
     with Daemon(str(tmp_path / "model"), *SMALL[1:], "--served-model-name", "demo") as daemon:
         streams = Streams(daemon.wait_until_serving(), mixed(6, LONGEST))
         streams.wait_for(60, stopped_pid=daemon.engine_pid())
-        shutil.copyfile(resolve_model("demo") / "model.safetensors", tmp_path / "other")
+        weights = (resolve_model("demo") / "model.safetensors").read_bytes()
+        (tmp_path / "other").write_bytes(weights[: len(weights) // 2] + weights[len(weights) // 2 :][::-1])
         os.replace(tmp_path / "other", tmp_path / "model" / "model.safetensors")
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         assert daemon.wait() == 3

@@ -25,8 +25,6 @@ PACKINGS = {
     "awq": Packing("awq"),
     "awq-32": Packing("awq", group_size=32),
     "awq-symmetric": Packing("awq", is_symmetric=True),
-    "awq-gemv": Packing("awq_gemv"),
-    "awq-gemv-64": Packing("awq_gemv", group_size=64, is_symmetric=True),
     "gptq": Packing("gptq"),
     "gptq-symmetric": Packing("gptq", is_symmetric=True, group_size=32),
     "gptq-order": Packing("gptq", has_order=True),
@@ -40,6 +38,8 @@ PACKINGS = {
     "w8a16-channel": Packing("compressed", bits=8, group_size=0, is_symmetric=True),
     "w8a16-channel-asymmetric": Packing("compressed", bits=8, group_size=0),
     "w8a16": Packing("compressed", bits=8),
+    "awq-gemv": Packing("awq_gemv"),
+    "awq-gemv-64": Packing("awq_gemv", group_size=64, is_symmetric=True),
 }
 LENGTHS = (1, 17, 60)
 

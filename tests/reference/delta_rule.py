@@ -22,8 +22,9 @@ def gated_delta_rule(
     context_lens: Sequence[int],
     *,
     on_device: Lengths | None = None,
+    drafts: None = None,
 ) -> Tensor:
-    """Same contract as `kernels.delta_rule.gated_delta_rule`; states are float32 between calls."""
+    """Same contract as `kernels.delta_rule.gated_delta_rule` without drafts; states are float32 between calls."""
     past, states = layer.split_cache(cache)
     parts = []
     for index, slot in enumerate(slots):

@@ -273,7 +273,7 @@ def routes() -> Iterator[Case]:
 
 def headers() -> Iterator[Case]:
     good = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-    for value in ("x", "-1", "0", "nan", "1e400", "9" * 50):
+    for value in ("x", "-1", "0", "nan", "-1e400"):
         yield Case(f"timeout {value[:9]}", COMPLETIONS, good, headers=(("X-Request-Timeout", value),))
     for name, value in (
         ("X-Long", "x" * 100_000),

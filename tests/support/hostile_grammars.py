@@ -275,7 +275,6 @@ def call(arguments: object, **fields: object) -> dict[str, object]:
 def histories() -> Iterator[Case]:
     user = {"role": "user", "content": "x"}
     wrong: list[object] = [
-        call("{"),
         call("[1]"),
         call('{"a": NaN}'),
         call('{"a":' * 5000 + "1" + "}" * 5000),
@@ -286,6 +285,7 @@ def histories() -> Iterator[Case]:
     ]
     for number, message in enumerate(wrong):
         yield chat(f"history {number}", messages=[user, message, user], tools=[function("f")])
+    yield chat("a truncated call", messages=[user, call("{"), user], tools=[function("f")])._replace(statuses=OK)
     parts = [call(json.dumps({"x": "y" * 1000}))] * 2000
     yield chat("a history of calls", messages=[user, *parts])
 

@@ -126,7 +126,12 @@ def on_a_card(here: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replace every part's measurements; only the evaluation is real."""
     speed, mixed, idle, start = (load_module(f"parts.{name}") for name in ("speed", "mixed", "idle", "start"))
     times, server, invariance = (load_module(f"parts.{name}") for name in ("attention_times", "server", "invariance"))
-    offline = load_module("parts.offline")
+    offline, stored = (load_module(f"parts.{name}") for name in ("offline", "stored_fp8"))
+    monkeypatch.setattr(stored, "Numbers", lambda device: None)
+    monkeypatch.setattr(stored, "is_supported", lambda *given: False)
+    monkeypatch.setattr(
+        stored.registry, "with_triton", lambda **given: replace(registry.PORTABLE, pack_stored_fp8=print)
+    )
     monkeypatch.setattr(speed, "decode_rate", lambda *given: 100.0)
     monkeypatch.setattr(speed, "prompt_seconds", lambda *given: 0.25)
     monkeypatch.setattr(invariance, "decode_rate", lambda *given: 100.0)

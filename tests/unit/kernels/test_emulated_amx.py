@@ -49,7 +49,7 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
     def function(name: str, *_: type) -> Callable[..., None]:
         return {"sum_int8": sum_int8}[name]
 
-    library = SimpleNamespace(compiled=compiled, number=VARIANTS.index("amx"), function=function)
+    library = SimpleNamespace(compiled=compiled, number=VARIANTS.index("amx"), function=function, _recorder=None)
     library.shared_function = lambda *arguments: Library.shared_function(cast(Any, library), *arguments)
     return Packer(cast(Any, library))
 
