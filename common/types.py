@@ -247,7 +247,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_deferred: int = 0  # part of num_waiting: overtaken by others
     accepted_by_position: list[int] = []  # num_accepted_tokens by position in the draft
     eplb: EPLBStats | None = None  # None: no experts were placed yet
-    # The part of the drafts that were looked up in texts although a model makes drafts, too.
+    # Of these, the drafts that prompt lookup found although there is a draft model.
     num_lookup_drafts: int = 0
     num_lookup_draft_tokens: int = 0
     num_lookup_accepted_tokens: int = 0

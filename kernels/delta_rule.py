@@ -4,7 +4,7 @@ Computes token by token from a state, never in chunks, so that results depend ne
 steps nor on other sequences.
 
 Drafts are tokens that may be rejected. The state does not include them: the cache keeps their inputs, and the next call
-takes the state further by those that were accepted. An input is 64 times smaller than a state of Qwen3-Next.
+first advances the state by those that were accepted. An input is 64 times smaller than a state of Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DeltaRule:
 
     def split_drafts(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the drafts that all slots keep: qkv, (slots, drafts, channels), and gates, (slots, drafts,
-        2 * heads). They lie behind the state; the size of the cache says for how many there is room."""
+        2 * heads). They lie behind the state; the size of the cache says how many fit."""
         sizes = [self.conv.shape[1], 2 * self.heads]
         rows = cache[:, self.state_size :]
         drafts = rows.view(len(cache), rows.shape[1] // sum(sizes), sum(sizes))

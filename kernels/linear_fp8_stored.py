@@ -1,8 +1,8 @@
 """Products of weights that a checkpoint stores as 8-bit floats, with inputs rounded to 8 bits as well.
 
-The checkpoint's authors computed so, and GPUs multiply 8-bit floats faster than they unpack them. Torch's product is
-used where it exists for the form of the scales; other weights are multiplied by inputs that are not rounded
-(`kernels.linear_grouped`). The log tells once which of the two is used, and why.
+The checkpoint's authors evaluated the model this way, and GPUs multiply 8-bit floats faster than they unpack them.
+Torch's product is used where it exists for the form of the scales; other weights are multiplied by inputs that are not
+rounded (`kernels.linear_grouped`). One log line says which of the two is used, and why.
 """
 
 from __future__ import annotations

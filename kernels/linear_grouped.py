@@ -41,7 +41,7 @@ class GroupQuantWeight:
     is_float8: bool = False  # codes are float8_e4m3fn, with 8 bits
     offset: int = 0  # inputs of the first group that precede this part of a matrix
     order: Tensor | None = None  # (inputs,) int64: column k multiplies number order[k] of the input; None: number k
-    # The checkpoint's authors computed with inputs rounded to 8-bit floats: see `kernels.linear_fp8_stored`.
+    # The checkpoint's authors rounded inputs to 8-bit floats: see `kernels.linear_fp8_stored`.
     rounds_inputs: bool = False
     input_scale: Tensor | None = None  # () float32, for all inputs; None: chosen by the inputs
 

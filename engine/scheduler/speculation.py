@@ -83,7 +83,7 @@ class Speculator(ABC):
         """Record that the request has ended."""
 
     def are_looked_up(self, sequence: Sequence) -> bool:
-        """Whether the drafts that a step verified last come from a text, although a model makes drafts, too."""
+        """Whether the last verified drafts were found by prompt lookup although there is a draft model."""
         return False
 
     @abstractmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import list_links
-from serve_llm.common.weight_files import INDEX, OTHER_WEIGHTS, SINGLE
+from serve_llm.common.weight_files import INDEX, SINGLE, list_unlisted_files
 from serve_llm.engine.weights.gguf_checkpoint import GGUFCheckpoint
 from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
@@ -143,7 +143,7 @@ def _open(path: Path) -> _File:
 
 def _find_unlisted_files(directory: Path) -> list[Path]:
     """The files of a model whose publisher gave them other names (gptq_model-4bit-128g.safetensors), or no index."""
-    paths = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(OTHER_WEIGHTS))
+    paths = list_unlisted_files(directory)
     if len(paths) == 1 and _PART.fullmatch(paths[0].name) is None:
         return paths
     parts = [part for part in (_PART.fullmatch(path.name) for path in paths) if part is not None]

@@ -215,7 +215,7 @@ class ModelRunner:
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         if self._decoder.capturable:  # the lists are upper bounds, with which attention takes the most memory
             inputs = replace(inputs, context_lens=[self._config.max_model_len] * len(inputs.context_lens))
-        inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))  # states, if any: as all are in block 0
+        inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))  # read only by models with states
         if not self._shard.is_last:
             self._decoder.forward(inputs, self.caches)
             return
@@ -273,14 +273,13 @@ class ModelRunner:
         num_tokens = len(arrays.ids)
         if not all(map(self._only_samples, scheduled)):
             return None
-        is_decode = num_tokens <= graphs.max_tokens and all(map(self._is_decode, scheduled))
-        if is_decode:
+        if num_tokens <= graphs.max_tokens and all(map(self._is_decode, scheduled)):
             logits = graphs.logits(arrays, self._decoder.receive(num_tokens))
             if len(scheduled) == num_tokens or not self._shard.is_last:
                 return logits
-        rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
-        if is_decode:
+            rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
             return logits if len(rows) == num_tokens else logits[self._copier.to_device(np.array(rows))]
+        rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
         if rows and graphs.can_run(arrays, len(rows)):
             return graphs.mixed_logits(arrays, rows, self._decoder.receive(num_tokens))
         return None

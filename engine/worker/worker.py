@@ -178,7 +178,6 @@ class Worker:
             layer: self._shard.count_state(mixer, config.num_drafts) for layer, mixer in mixers.items()
         }
         kernels = self._choose_kernels(spec)
-        self._record = kernels.record
         lora = None
         if config.max_loras:
             allocate = self._build_allocate(kernels.allocate_lora_slots)
@@ -240,13 +239,12 @@ class Worker:
     def _load_other(self, spec: ModelSpec, load_decoder: LoadDecoder) -> None:
         self._model_kv_groups = spec.kv_groups
         self._kv_groups = self._shard.kv_groups(spec)
-        kernels = self._choose_kernels(spec)
-        self._record = kernels.record
-        self._decoder = load_decoder(kernels)
+        self._decoder = load_decoder(self._choose_kernels(spec))
 
     def _choose_kernels(self, spec: ModelSpec) -> Kernels:
+        """Choose the kernels, and with them how steps are recorded."""
         config = self._config
-        return choose_kernels(
+        kernels = choose_kernels(
             spec,
             self._dtype,
             self._device,
@@ -254,6 +252,8 @@ class Worker:
             config.attention_backend,
             self._cache_dtype,
         )
+        self._record = kernels.record
+        return kernels
 
     def _load_transformers_model(self, spec: TransformersSpec) -> None:
         from serve_llm.engine.hf_backend.load import load_transformers_model  # takes seconds to import

@@ -1,5 +1,5 @@
-"""Notice that the files of the checkpoint are no longer those that the engines have loaded. A replaced engine would
-otherwise continue open requests with another model."""
+"""Detects that the files of a checkpoint have changed since the engines loaded them. Otherwise, an engine that replaces
+another would continue open requests with a different model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import list_links
 from serve_llm.common.hub import read_json
-from serve_llm.common.weight_files import INDEX, OTHER_WEIGHTS, SINGLE
+from serve_llm.common.weight_files import INDEX, SINGLE, list_unlisted_files
 
 HEAD_BYTES = 65_536  # a whole config.json, and most headers of safetensors files
 PAGE_BYTES = 4_096
@@ -53,7 +53,7 @@ class CheckpointStamp:
 
 
 def _list_files(directory: Path) -> list[Path]:
-    """config.json and the files of weights, by the same rules as the engine's."""
+    """config.json and the files of weights, in the order in which the engine looks for them."""
     return [directory / "config.json", *_list_weights(directory)]
 
 
@@ -64,7 +64,7 @@ def _list_weights(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
         return [directory / INDEX, *_list_parts(directory / INDEX)]
-    return sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(OTHER_WEIGHTS))
+    return list_unlisted_files(directory)
 
 
 def _list_parts(index: Path) -> list[Path]:

@@ -1,5 +1,5 @@
-"""Keep some open files for the server itself: to replace an engine or parse a large prompt it needs more, however many
-connections clients hold open."""
+"""Reserves open files for the server itself, which needs more of them to replace an engine or to parse a large prompt,
+however many connections clients keep open."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WARNING_SECONDS = 60.0  # between two warnings
 
 
 class ReservedFiles(NamedTuple):
-    """Descriptors from which on connections are treated differently. The system always gives a new one the lowest
-    number that is free, so this number says how many files are open."""
+    """Limits of a new connection's file descriptor. The system always assigns the lowest free number, so the number
+    says how many files are open."""
 
-    refused_from: float  # such a connection gets an error
-    dropped_from: float  # this one is closed without a word, because the error would keep it open for a moment
+    refused_from: float  # from here on, a connection gets an error
+    dropped_from: float  # from here on, it is closed without an error, which would keep it open for a moment
 
 
 def find_reserved_files() -> ReservedFiles:

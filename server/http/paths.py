@@ -1,4 +1,4 @@
-"""Equivalent forms of a request: slashes too many in the path, and HEAD instead of GET."""
+"""Equivalent forms of a request: superfluous slashes in the path, and HEAD instead of GET."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Where a base URL is joined with a route, often with a slash too many. Elsewhere, slashes may be part of a name, or
+# Where a base URL is joined with a route, often with one slash too many. Elsewhere, slashes may be part of a name, or
 # hide a path from a proxy that guards it.
 _BASE = re.compile(rb"\A/+(v\d+)/+")
 

@@ -37,7 +37,7 @@ def plain_messages(messages: Sequence[Mapping[str, object]]) -> tuple[list[Messa
     old_ids: dict[object, str] = {}  # ids of calls in `function_call`, by the function's name
     for index, message in enumerate(messages):
         param = f"messages[{index}]"
-        message = _replace_function_call(message, param, index, old_ids)
+        message = _replace_function_call(message, index, old_ids)
         fields = {name: value for name, value in message.items() if value is not None}
         content = message.get("content")
         reasoning = fields.pop("reasoning_content", None)
@@ -67,9 +67,7 @@ def plain_messages(messages: Sequence[Mapping[str, object]]) -> tuple[list[Messa
     return plain, skipped
 
 
-def _replace_function_call(
-    message: Mapping[str, object], param: str, index: int, ids: dict[object, str]
-) -> Mapping[str, object]:
+def _replace_function_call(message: Mapping[str, object], index: int, ids: dict[object, str]) -> Mapping[str, object]:
     """Convert a call or its output from the form that `tool_calls` has replaced, which templates do not read.
 
     index: of the message. ids: by the function's name, the id of its last call. Raises InvalidRequest.
@@ -80,7 +78,7 @@ def _replace_function_call(
     if call is None or message.get("tool_calls"):
         return message
     call_id = f"call{index:05d}"  # nine letters and digits, which some templates demand
-    ids[read_string(call, "name", f"{param}.function_call")] = call_id
+    ids[read_string(call, "name", f"messages[{index}].function_call")] = call_id
     others = {name: value for name, value in message.items() if name != "function_call"}
     return {**others, "tool_calls": [{"id": call_id, "function": call}]}
 

@@ -21,6 +21,15 @@ OFF = ("--speculative-config", "none")
 REPEATED: dict[str, Any] = {"prompt": "import os\n" * 8, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
+def kill_and_compare(daemon: Daemon, pid: int, bodies: list[dict[str, Any]], undisturbed: Any) -> None:
+    """Kill the process while it computes the bodies, and check that the answers are those of an undisturbed run."""
+    streams = Streams(daemon.url, bodies)
+    streams.wait_for(120)
+    os.kill(pid, signal.SIGKILL)
+    daemon.wait_until_logged("it is replaced")
+    assert streams.finish() == undisturbed
+
+
 @pytest.mark.slow
 @pytest.mark.pairs("speculation + tools", "speculation + DP", "tools + DP")
 def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) -> None:
@@ -35,11 +44,7 @@ def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) ->
         metrics = daemon.metrics()
         assert metrics["serve_llm_spec_decode_num_draft_tokens_total"] > 0
         assert metrics["serve_llm_spec_decode_num_accepted_tokens_total"] > 0
-        streams = Streams(daemon.url, bodies)
-        streams.wait_for(120)
-        os.kill(daemon.engine_pids()[0], signal.SIGKILL)
-        daemon.wait_until_logged("it is replaced")
-        assert streams.finish() == undisturbed
+        kill_and_compare(daemon, daemon.engine_pids()[0], bodies, undisturbed)
 
 
 def test_prompt_lookup_is_on_unless_it_is_turned_off() -> None:
@@ -86,8 +91,4 @@ def test_a_draft_model_on_the_ranks_one_of_which_is_killed() -> None:
         assert Streams(daemon.url, bodies).finish() == undisturbed
         metrics = daemon.metrics()
         assert metrics["serve_llm_spec_decode_num_accepted_tokens_total"] > 0
-        streams = Streams(daemon.url, bodies)
-        streams.wait_for(120)
-        os.kill(daemon.rank_pids()[3], signal.SIGKILL)
-        daemon.wait_until_logged("it is replaced")
-        assert streams.finish() == undisturbed
+        kill_and_compare(daemon, daemon.rank_pids()[3], bodies, undisturbed)

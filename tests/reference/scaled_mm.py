@@ -5,13 +5,26 @@ Shapes, strides and types of the arguments are checked by what torch itself says
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
+from serve_llm.kernels import linear_fp8_blocks
+
 BLOCK = 128
 product = functional.scaled_mm
+
+
+def use_definition(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The body of a fixture: replaces torch's product, whose support is looked up again before and after it."""
+    monkeypatch.setattr(functional, "scaled_mm", scaled_mm)
+    linear_fp8_blocks.is_supported.cache_clear()
+    yield
+    linear_fp8_blocks.is_supported.cache_clear()
 
 
 def scaled_mm(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference.scaled_mm import scaled_mm
+from reference.scaled_mm import scaled_mm, use_definition
 from serve_llm.kernels import linear_fp8_blocks
 from serve_llm.kernels.linear_fp8 import DTYPE
 from serve_llm.kernels.linear_fp8_blocks import BLOCK, pack_fp8_blocks, quantise_blocks
@@ -21,10 +21,7 @@ SHAPES = [(128, 256), (2112, 384), (130, 129), (7, 640), (256, 128), (1, 1)]  # 
 
 @pytest.fixture(autouse=True)
 def product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(functional, "scaled_mm", scaled_mm)
-    linear_fp8_blocks.is_supported.cache_clear()
-    yield
-    linear_fp8_blocks.is_supported.cache_clear()
+    yield from use_definition(monkeypatch)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

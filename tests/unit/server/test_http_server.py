@@ -9,15 +9,29 @@ import math
 import resource
 import socket
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.http import connection, file_reserve
-from serve_llm.server.http.connection import Connection, HttpServer, Message, Receive, Send
+from serve_llm.server.http.connection import AsgiApp, Connection, HttpServer, Message, Receive, Send
 from serve_llm.server.http.file_reserve import ReservedFiles, find_reserved_files
 from serve_llm.server.http.startup_app import StartupApp
+
+
+@asynccontextmanager
+async def running(app: AsgiApp | None = None) -> AsyncIterator[tuple[HttpServer, tuple[str, int]]]:
+    """Serve until the end of the context. Yields the server and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = HttpServer(app or StartupApp(with_page=False), make_options("demo").limits, None, None)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        yield server, listener.getsockname()
+        if not server.should_exit:
+            server.should_exit = True
+        await asyncio.wait_for(serving, 60)
 
 
 @pytest.mark.parametrize("from_thread", [False, True])
@@ -25,10 +39,8 @@ def test_it_ends_when_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch, from_
     monkeypatch.setattr(connection, "TICK_SECONDS", 3600.0)
 
     async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
+        async with running() as (server, address):
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 200") and b"\r\ndate: " in answer
@@ -39,7 +51,6 @@ def test_it_ends_when_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch, from_
                 thread.join()
             else:
                 server.should_exit = True
-            await asyncio.wait_for(serving, 60)
 
     asyncio.run(scenario())
 
@@ -50,18 +61,14 @@ def test_an_idle_connection_outlives_those_of_load_balancers_but_ends_with_a_dra
     monkeypatch.setattr(connection, "DRAIN_IDLE_SECONDS", 0.0)
 
     async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
+        async with running() as (server, address):
             assert server.config.timeout_keep_alive > 60
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.readuntil(b"\r\n0\r\n\r\n")
             server.stop_accepting()
             assert await asyncio.wait_for(reader.read(), 60) == b""
             writer.close()
-            server.should_exit = True
-            await asyncio.wait_for(serving, 60)
 
     asyncio.run(scenario())
 
@@ -77,10 +84,8 @@ def test_a_connection_that_is_busy_when_a_drain_begins_closes_after_its_response
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = HttpServer(app, make_options("demo").limits, None, None)
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
+        async with running(app) as (server, address):
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             await has_begun.wait()
             server.stop_accepting()
@@ -88,27 +93,21 @@ def test_a_connection_that_is_busy_when_a_drain_begins_closes_after_its_response
             answer = await asyncio.wait_for(reader.read(), 60)
             assert b"connection: close" in answer and answer.endswith(b"ok")
             writer.close()
-            server.should_exit = True
-            await asyncio.wait_for(serving, 60)
 
     asyncio.run(scenario())
 
 
 def test_a_lost_connection_leaves_no_timer() -> None:
     async def scenario() -> bool:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
+        async with running() as (server, address):
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.readuntil(b"\r\n0\r\n\r\n")
             (connection,) = server.server_state.connections
             assert isinstance(connection, Connection) and connection.timeout_keep_alive_task is not None
             connection.connection_lost(ConnectionResetError())
             writer.close()
-            server.should_exit = True
-            await asyncio.wait_for(serving, 60)
-            return connection.timeout_keep_alive_task is None
+        return connection.timeout_keep_alive_task is None
 
     assert asyncio.run(scenario())
 
@@ -134,20 +133,16 @@ def test_a_connection_that_would_take_a_reserved_file_is_closed(
     monkeypatch.setattr(file_reserve, "find_reserved_files", lambda: reserved)
 
     async def scenario() -> list[bytes]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        async with running() as (_, address):
             answers = []
             for _ in range(2):
-                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                reader, writer = await asyncio.open_connection(*address)
                 try:
                     answers.append(await reader.read())
                 except ConnectionResetError:
                     answers.append(b"")
                 writer.close()
-            server.should_exit = True
-            await asyncio.wait_for(serving, 60)
-            return answers
+        return answers
 
     answers = asyncio.run(scenario())
     if reserved.dropped_from == 0:
@@ -164,10 +159,8 @@ def test_requests_and_connections_need_no_garbage_collection(leaves_early: bool)
     request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
     async def scenario() -> tuple[int, int]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = HttpServer(StartupApp(with_page=False), make_options("demo").limits, None, None)
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
+        async with running() as (server, address):
+            reader, writer = await asyncio.open_connection(*address)
             for _ in range(3):  # on one connection
                 writer.write(request)
                 await reader.readuntil(b'{"status":"ok"}')
@@ -179,9 +172,7 @@ def test_requests_and_connections_need_no_garbage_collection(leaves_early: bool)
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             num_left = _count(Connection, RequestResponseCycle)
-            server.should_exit = True
-            await asyncio.wait_for(serving, 60)
-            return num_cycles, num_left
+        return num_cycles, num_left
 
     gc.collect()
     gc.disable()

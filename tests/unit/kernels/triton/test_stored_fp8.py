@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from reference.scaled_mm import scaled_mm
-from serve_llm.kernels import linear_fp8, linear_fp8_blocks, linear_fp8_stored, registry
+from reference.scaled_mm import use_definition
+from serve_llm.kernels import linear_fp8, linear_fp8_stored, registry
 from support.grouped import make_weight
 from support.triton import NO_TRITON
 
@@ -24,10 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(functional, "scaled_mm", scaled_mm)
-    linear_fp8_blocks.is_supported.cache_clear()
-    yield
-    linear_fp8_blocks.is_supported.cache_clear()
+    yield from use_definition(monkeypatch)
 
 
 def random(*shape: int) -> Tensor:
