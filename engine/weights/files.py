@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import list_links
-from serve_llm.common.weight_files import INDEX, SINGLE, list_unlisted_files
+from serve_llm.common.weight_files import INDEX, SINGLE, is_weight_file, list_unlisted_files
 from serve_llm.engine.weights.gguf_checkpoint import GGUFCheckpoint
 from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
@@ -165,7 +165,7 @@ def _read_index(path: Path) -> dict[str, str]:
         names = {str(tensor): str(name) for tensor, name in json.loads(path.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not an index of safetensors files: {error!r}") from error
-    invalid = sorted(name for name in names.values() if Path(name).name != name or not name.endswith(".safetensors"))
+    invalid = sorted(name for name in names.values() if not is_weight_file(name))
     if invalid:
         raise ModelError(f"{path} names {invalid[0]!r}, which is not a safetensors file of the same directory")
     return names

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import list_links
 from serve_llm.common.hub import read_json
-from serve_llm.common.weight_files import INDEX, SINGLE, list_unlisted_files
+from serve_llm.common.weight_files import INDEX, SINGLE, is_weight_file, list_unlisted_files
 
 HEAD_BYTES = 65_536  # a whole config.json, and most headers of safetensors files
 PAGE_BYTES = 4_096
@@ -68,12 +68,15 @@ def _list_weights(directory: Path) -> list[Path]:
 
 
 def _list_parts(index: Path) -> list[Path]:
-    """Empty if the index cannot be read, which an engine refuses."""
+    """The files that the index names. An engine refuses an index that cannot be read or that names other files."""
     try:
         names = read_json(index).get("weight_map")
     except ModelError:
         return []
-    return [index.with_name(name) for name in sorted(set(map(str, names.values())))] if isinstance(names, dict) else []
+    if not isinstance(names, dict):
+        return []
+    parts = {str(name) for name in names.values()}
+    return [index.with_name(name) for name in sorted(parts) if is_weight_file(name)]
 
 
 def _read_stamp(path: Path, known: _FileStamp | None = None) -> _FileStamp | None:

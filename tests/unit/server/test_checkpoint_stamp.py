@@ -105,3 +105,13 @@ def test_files_that_the_engine_does_not_read_are_no_change(tmp_path: Path, index
         for name in names:
             (tmp_path / name).write_bytes(content)
         stamp.check()
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "..", "", "/", "a/b.safetensors", "nul\0.safetensors"])
+def test_names_that_an_engine_refuses_are_not_read(tmp_path: Path, name: str) -> None:
+    """The engine, which starts next, gives the error."""
+    write_index(tmp_path, name, PARTS[0])
+    (tmp_path / PARTS[0]).write_bytes(b"old")
+    stamp = CheckpointStamp(tmp_path)
+    (tmp_path / PARTS[0]).write_bytes(b"new!")
+    expect_change(stamp, PARTS[0])
