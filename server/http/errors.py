@@ -5,6 +5,7 @@ ServeError (common.errors)
     InvalidRequest     400   a value is missing, of the wrong type, out of range, or does not fit the model or others
       ContextTooLong   400   prompt and output do not fit; code `context_length_exceeded`, as in OpenAI's API
       Unsupported      400   part of OpenAI's API, but not of this server's; code `unsupported`, so clients do not retry
+        UnsupportedEncoding 415  the body is compressed in a way that the server does not read
     Unauthorized       401   no valid API key
     NotFound           404   no such route
     ModelNotFound      404   no such model
@@ -53,6 +54,10 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class Unsupported(InvalidRequest):
+    pass
+
+
+class UnsupportedEncoding(Unsupported):
     pass
 
 
@@ -140,6 +145,9 @@ class ErrorResponse(NamedTuple):
 
 
 ANSWERS: dict[type[ServeError], ErrorResponse] = {
+    UnsupportedEncoding: ErrorResponse(
+        415, "invalid_request_error", "unsupported", {"accept-encoding": "gzip, deflate"}
+    ),
     Unsupported: ErrorResponse(400, "invalid_request_error", "unsupported", {}),
     ContextTooLong: ErrorResponse(400, "invalid_request_error", "context_length_exceeded", {}),
     InvalidRequest: ErrorResponse(400, "invalid_request_error", None, {}),

@@ -23,7 +23,8 @@ from serve_llm.server.admission.controller import BodyBudget
 from serve_llm.server.generate.dispatcher import Dispatcher
 from serve_llm.server.generate.generation import Generation, Generator
 from serve_llm.server.http.auth import IN_BATCH, TENANT
-from serve_llm.server.http.errors import Forbidden, InvalidRequest, TooLarge, Unsupported
+from serve_llm.server.http.content_encoding import read_decoded
+from serve_llm.server.http.errors import Forbidden, InvalidRequest, TooLarge
 from serve_llm.server.http.request_id import REQUEST_ID
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
@@ -141,18 +142,13 @@ class AppState:
     async def reading_body(self, request: Request) -> AsyncIterator[bytes]:
         """Read the body, which counts as being read until the context ends. Raises RequestError."""
         self.dispatcher.check()
-        encoding = request.headers.get("content-encoding", "")
-        if encoding.lower() not in ("", "identity"):
-            raise Unsupported(
-                f"Content-Encoding {encoding} is not supported: send the body as it is", "Content-Encoding"
-            )
         too_large = TooLarge(f"the body is longer than {self.limits.body_bytes} bytes")
         if int(request.headers.get("content-length", 0)) > self.limits.body_bytes:
             raise too_large  # before it is sent, to a client that waits for 100 Continue
         with self.bodies.reading() as take:
             chunks = []
             size = 0
-            async for chunk in request.stream():
+            async for chunk in read_decoded(request):
                 size += len(chunk)
                 if size > self.limits.body_bytes:
                     raise too_large

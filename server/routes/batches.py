@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from serve_llm.server.batches.objects import FileExpiry, StoredBatch, StoredFile
 from serve_llm.server.batches.service import BatchService
+from serve_llm.server.http.content_encoding import read_decoded
 from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import (
@@ -162,7 +163,7 @@ async def _read_form(request: Request, max_file_bytes: int) -> FormData:
 
     async def read_limited() -> AsyncGenerator[bytes, None]:
         size = 0
-        async for chunk in request.stream():
+        async for chunk in read_decoded(request):
             size += len(chunk)
             if size > max_file_bytes + MAX_FORM_BYTES:
                 raise TooLarge(f"the file is longer than {max_file_bytes} bytes", "file")

@@ -33,6 +33,7 @@ _ADMINISTRATOR_PROBLEMS = {403: "The route needs the API key of an administrator
 _BODY_PROBLEMS = {
     408: "The client stopped sending its request.",
     413: "The body, or what is stored already, is too large.",
+    415: "The body's Content-Encoding is not supported.",
     504: "The request exceeded its time limit.",
 }
 
