@@ -135,10 +135,11 @@ constexpr int MOST_PANELS = 8;
 #endif
 constexpr int panels_of(int rows) { return MOST_SUMS / rows > MOST_PANELS ? MOST_PANELS : MOST_SUMS / rows; }
 
-// What `add_block` does for the next block besides its own: it prefetches the plain units that follow, or it calls
-// PairDecoder::advance after every `interval` units.
+// What `add_block` does for the next block besides its own: it prefetches plain units, or it calls PairDecoder::advance
+// after every `interval` units.
 struct Prefetch {
   static constexpr int interval = 0;
+  const uint32_t* panel = nullptr;  // with two panels: one of the next block, into the L2 cache
 };
 
 // Adds `units` units of ROWS rows and PANELS panels to the sums, (ROWS, PANELS) vectors.
@@ -161,8 +162,7 @@ void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, 
     const uint32_t* from = panel + (int64_t)unit * COLUMNS;
     if constexpr (PANELS == 2 && (Type::PAIRS_PANELS || !PREFETCHES)) {
       if constexpr (PREFETCHES) {
-        __builtin_prefetch(from + FETCH_AHEAD * COLUMNS);
-        __builtin_prefetch(from + panel_size + FETCH_AHEAD * COLUMNS);
+        __builtin_prefetch(next.panel + (int64_t)unit * COLUMNS, 0, 2);
       } else if (--until_next == 0) {
         until_next = next.interval;
         next.advance();
@@ -227,18 +227,24 @@ struct Blocks<Type, PANELS, Next, std::index_sequence<ROWS...>> {
 template <class Type, int PANELS, int MOST = MOST_ROWS, class Next = Prefetch>
 constexpr const BlockOfRows<Next>* blocks_of = Blocks<Type, PANELS, Next, std::make_index_sequence<MOST>>::of_rows;
 
-// Multiplies all rows with the panels that the blocks take, from `panel` on: ROWS rows and `most_units` units at a time.
+// Multiplies all rows with the panels that the blocks take, from `panel` on: at most ROWS rows and `most_units` units at a
+// time. With two panels, the first two groups of rows prefetch those of the next block, so that a weight arrives from
+// memory while all rows are multiplied.
 template <int ROWS>
 void multiply_panels(const BlockOfRows<Prefetch>* blocks, const Product& p, const void* x, int64_t x_row, int panel,
                      int most_units, float* sums) {
   Prefetch next;
   const int64_t panel_size = (int64_t)p.units * COLUMNS;
+  const int groups = (p.rows + ROWS - 1) / ROWS, rows_at_once = (p.rows + groups - 1) / groups;
   for (int from = 0; from < p.units; from += most_units) {
     const int units = p.units - from < most_units ? p.units - from : most_units;
     const uint32_t* const weight = p.weight + panel * panel_size + (int64_t)from * COLUMNS;
-    for (int row = 0; row < p.rows; row += ROWS) {
-      const int rows = p.rows - row < ROWS ? p.rows - row : ROWS;
+    const bool is_last = from + units == p.units;
+    next.panel = weight + (int64_t)units * COLUMNS + (is_last ? panel_size : 0);
+    for (int row = 0; row < p.rows; row += rows_at_once) {
+      const int rows = p.rows - row < rows_at_once ? p.rows - row : rows_at_once;
       blocks[rows - 1](p, x, x_row, row, panel, from, units, weight, panel_size, sums, next);
+      if (row == 0) next.panel += panel_size;
     }
   }
 }
@@ -246,7 +252,7 @@ void multiply_panels(const BlockOfRows<Prefetch>* blocks, const Product& p, cons
 template <class Type>
 void panels(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
   int panel = first;
-  if (p.rows <= MOST_ROWS) {  // the sums stay in registers
+  if (p.rows <= (Type::PAIRS_PANELS ? MOST_ROWS / 2 : MOST_ROWS)) {  // the sums stay in registers
     const int count = panels_of(p.rows);
     for (; panel + count <= last; panel += count)
       multiply_panels<MOST_ROWS>(blocks_of<Type, 0>, p, x, x_row, panel, p.units, sums);
