@@ -229,9 +229,11 @@ class Generation:
             return [changed[0].take()]
         return [choice.take() for choice in changed]
 
+    def count_new_logprobs(self) -> int:
+        return sum(choice.output.num_logprobs for choice in self._changed)  # what `take_changed` would return
+
     def take_plain_text(self) -> str | None:
-        """The new text of the only choice, if nothing but text is new. Otherwise None, and nothing
-        is taken."""
+        """The new text of the only choice, if nothing but text is new. Otherwise None, and nothing is taken."""
         text = self._changed[0].take_plain_text() if self._changed else None
         if text is not None:
             self._changed.clear()

@@ -307,6 +307,11 @@ class OutputProcessor:
         if self._parser is not None:
             self._pieces.append(ContentPiece(text))
 
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens with log-probabilities that the next delta may have, those of the prompt included."""
+        return len(self._entries) + len(self._prompt_logprobs or ())
+
     def _take_released_entries(self) -> list[TokenEntry]:
         """Take the entries whose text has at least partly been released; at the end all, except those after a stop
         string."""

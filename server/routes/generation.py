@@ -184,7 +184,7 @@ async def _send_body(send: Send, generation: Generation, builder: BodyBuilder, h
     if generation.closed:
         return
     counts = generation.counts(with_times=True)
-    if sum(len(delta.entries) + len(delta.prompt_logprobs or ()) for delta in deltas) > MAX_ENTRIES:
+    if _count_logprobs(deltas) > MAX_ENTRIES:
         body = await asyncio.to_thread(builder.build_body, deltas, counts)
     else:
         body = builder.build_body(deltas, counts)
@@ -212,7 +212,8 @@ class _EventPusher:
         self._before_text, self._after_text = frame or (b"", b"")
 
     def write_new(self) -> bool:
-        """See `Generation.push_to`. Returns False if the client does not keep up."""
+        """See `Generation.push_to`. Returns False if the client does not keep up, or if the events are too large to be
+        made here."""
         if not self._writer.is_ready:
             return False
         if self._before_text:  # usually; without a delta, a token touches fewer objects
@@ -221,6 +222,8 @@ class _EventPusher:
                 if text:
                     self._writer.write_framed(self._before_text, encode_json(text), self._after_text)
                 return True
+        if self._generation.count_new_logprobs() > MAX_ENTRIES:
+            return False
         counts = self._generation.counts() if self._events.continuous_usage else None
         self._writer.write(self._events.encode(self._generation.take_changed(), counts))
         return True
@@ -260,7 +263,14 @@ async def _encode_next(generation: Generation, events: EventEncoder, seconds: fl
     deltas = await generation.next()
     if not deltas:
         return None
-    return events.encode(deltas, generation.counts() if events.continuous_usage else None)
+    counts = generation.counts() if events.continuous_usage else None
+    if _count_logprobs(deltas) > MAX_ENTRIES:
+        return await asyncio.to_thread(events.encode, deltas, counts)
+    return events.encode(deltas, counts)
+
+
+def _count_logprobs(deltas: list[Delta]) -> int:
+    return sum(len(delta.entries) + len(delta.prompt_logprobs or ()) for delta in deltas)
 
 
 async def close_on_disconnect(receive: Receive, generation: Generation) -> None:
