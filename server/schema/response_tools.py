@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import Tool, ToolChoice
@@ -55,6 +55,10 @@ class NamespaceMember(TranslatedBody):
 
 
 class FlatTool(NamespaceMember):
+    """Keeps unknown fields, which belong to hosted tools, so that the reply can repeat the tool."""
+
+    model_config = ConfigDict(extra="allow")
+
     type: str = Field(description="function, custom or namespace. Tools that run on OpenAI's servers are skipped.")
     tools: Annotated[list[NamespaceMember], Field(fail_fast=True)] | None = Field(
         default=None, description="Of a namespace."

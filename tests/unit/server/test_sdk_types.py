@@ -82,6 +82,20 @@ def test_responses(served: Served, form: Json) -> None:
     check(InputTokenCountResponse, served.post("/v1/responses/input_tokens", RESPONSE))
 
 
+def test_hosted_tools_are_repeated_as_they_were_sent(served: Served) -> None:
+    tools: list[Json] = [
+        {"type": "file_search", "vector_store_ids": ["vs_1"], "max_num_results": 3},
+        {"type": "code_interpreter", "container": {"type": "auto"}},
+        {"type": "mcp", "server_label": "docs", "server_url": "https://example.com/mcp", "require_approval": "never"},
+        {"type": "computer_use_preview", "display_width": 1, "display_height": 1, "environment": "linux"},
+        {"type": "web_search", "search_context_size": "low"},
+    ]
+    reply = served.post("/v1/responses", {"input": "Hi", "tools": tools})
+    check(Response, reply)
+    assert reply.json()["tools"] == tools
+    assert reply.headers["x-ignored-fields"] == "tools[0], tools[1], tools[2], tools[3], tools[4]"
+
+
 def test_input_items(served: Served) -> None:
     items: list[Json] = [
         {"role": "user", "content": "One"},
