@@ -48,6 +48,16 @@ def test_same_tokens_as_the_plain_engine(how: dict[str, int], root: Path, monkey
         )
 
 
+@pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"stages": 2}], ids=str)
+def test_prompts_in_chunks(how: dict[str, int], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In most steps no id is sampled, and the last layer's MLP computes one token whose result is not read."""
+    checkpoint, adapters = llama(root)
+    requests = ask_all(adapters, logprobs=1)
+    expected = generate(make_engine(checkpoint, **OPTIONS), requests)
+    engine = make_gpu_engine(checkpoint, monkeypatch, max_num_batched_tokens=4, max_num_seqs=2, **OPTIONS, **how)
+    assert_same(generate(engine, requests), expected)
+
+
 def test_a_captured_step_of_the_base_model_has_nothing_of_the_adapters_before(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
