@@ -38,19 +38,23 @@ async def _inflate(request: Request, name: str) -> AsyncGenerator[bytes, None]:
     inflater = None
     async for chunk in request.stream():
         rest = chunk
-        while rest:
+        has_more = bool(rest)
+        while has_more:
             if inflater is None:
                 inflater = zlib.decompressobj(_choose_format(name, rest[0]))
             try:
                 part = inflater.decompress(rest, _PART_BYTES)
             except zlib.error as error:
                 raise InvalidRequest(f"the body is not valid {name} data: {error}", HEADER) from None
-            rest = inflater.unconsumed_tail
             if inflater.eof:
                 rest = inflater.unused_data
+                has_more = bool(rest)
                 inflater = None
-                if rest and name == "deflate":
+                if has_more and name == "deflate":
                     raise InvalidRequest("the body has bytes after the end of its deflate data", HEADER)
+            else:
+                rest = inflater.unconsumed_tail
+                has_more = bool(rest) or len(part) == _PART_BYTES  # zlib may hold output of a chunk that it has read
             yield part
             await asyncio.sleep(0)
     if inflater is not None:
@@ -58,8 +62,8 @@ async def _inflate(request: Request, name: str) -> AsyncGenerator[bytes, None]:
 
 
 def _choose_format(name: str, first_byte: int) -> int:
-    """Return zlib's number for the format. HTTP's deflate has a zlib header, which some clients omit; its first byte
-    would be a malformed one of raw data."""
+    """Return zlib's `wbits` for the format. HTTP's deflate has a zlib header, which some clients omit. No compressor
+    begins raw data with the first byte of such a header."""
     if name != "deflate":
         return _GZIP
     return zlib.MAX_WBITS if first_byte & 15 == zlib.DEFLATED else _RAW_DEFLATE

@@ -12,6 +12,7 @@ import pytest
 from support.asgi import Reply
 from support.serving import Served
 
+PART_BYTES = 1 << 18  # inflated at once
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
 
 
@@ -52,6 +53,13 @@ def test_the_inflated_size_is_limited(serve: Callable[..., Served]) -> None:
     reply = post(served, bomb, "gzip")
     assert reply.status == 413
     assert "1000000 bytes" in reply.content.decode()
+
+
+@pytest.mark.parametrize("num_bytes", [PART_BYTES + 1, PART_BYTES + 200])
+def test_the_end_may_be_read_before_it_is_inflated(served: Served, num_bytes: int) -> None:
+    """zlib has then read all of the body, and holds its last bytes."""
+    assert post(served, deflate_raw(BODY.rjust(num_bytes)), "deflate").status == 200
+    assert post(served, deflate_raw(BODY.ljust(num_bytes)), "deflate").status == 200
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 from pathlib import Path
 
@@ -71,6 +72,19 @@ def test_a_form_is_needed(serve_batches: Serve) -> None:
         assert served.post(FILES, b"{}", headers).status == 400
     torn = served.post(FILES, b'--cut\r\ncontent-disposition: form-data; name="', FORM)
     assert torn.status == 400
+
+
+def test_files_may_be_sent_compressed(serve_batches: Serve) -> None:
+    served = serve_batches("file-bytes=1000")
+    headers = {"content-encoding": "gzip"}
+
+    async def scenario() -> None:
+        reply = await ask(served, "POST", FILES, gzip.compress(build_form(b"x" * 1000)), headers)
+        assert reply.status == 200 and reply.json()["bytes"] == 1000
+        large = await ask(served, "POST", FILES, gzip.compress(build_form(b"x" * 100_000)), headers)
+        assert large.status == 413 and "1000 bytes" in large.json()["error"]["message"]  # type: ignore[index]
+
+    run(scenario)
 
 
 def test_a_key_cannot_take_the_room_of_another(serve_batches: Serve) -> None:
