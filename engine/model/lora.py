@@ -321,10 +321,8 @@ class LoRALayers:
         is_grouped: bool,
     ) -> None:
         """slots: one per sequence, None without an adapter. starts: where each sequence's tokens begin, and the end.
-        selected_starts: the same for the selected tokens; if there are none, the last layer computes the first token.
-        is_grouped: whether an adapter may change a layer without slots of its own."""
-        if selected_starts[-1] == 0:
-            selected_starts = [0, *[1] * len(slots)]
+        selected_starts: the same for the selected tokens. is_grouped: whether an adapter may change a layer without
+        slots of its own."""
         self._all.begin_sequences(slots, starts, copier, is_grouped, self.has_slots)
         self._selected.begin_sequences(slots, selected_starts, copier, is_grouped, self.has_slots)
 

@@ -310,9 +310,11 @@ class ModelRunner:
             else:
                 rows += range(end - chunk.num_samples, end)
             starts.append(len(rows))
+        if not rows:
+            rows, starts = [0], [0, *[1] * len(scheduled)]
         if len(rows) == len(inputs.ids):
             return None, starts
-        return self._copier.to_device(np.array(rows or [0])), starts
+        return self._copier.to_device(np.array(rows)), starts
 
     def _compute_vectors(
         self, scheduled: Sequence[ScheduledTokens], starts: Sequence[int], hidden: Tensor
