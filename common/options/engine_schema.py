@@ -18,9 +18,11 @@ from serve_llm.common.options.parsers import (
     parse_block_size,
     parse_boolean,
     parse_bytes,
+    parse_context_length,
     parse_count,
     parse_fraction,
     parse_kv_cache_dtype,
+    parse_load_format,
     parse_positive_floats,
     parse_positive_ints,
     parse_quantization,
@@ -55,12 +57,18 @@ class EngineOptions:
     tokenizer: str | None = option(
         None, parse_text, "directory or Hugging Face id of the tokenizer (default: the model's own)"
     )
-    load_format: str = choice_option("auto", "auto|dummy", "auto: read safetensors; dummy: random weights, for tests")
+    load_format: str = option(
+        "auto",
+        parse_load_format,
+        "auto: read safetensors or GGUF; dummy: random weights, for tests",
+        metavar="auto|dummy",
+    )
     model_impl: str = choice_option(
         "auto",
         "auto|transformers",
         "auto: serve-llm's own code for the model's family; transformers: any decoder-only model that accepts an "
         "attention implementation by name, with transformers' code, which is slower (one rank, no 8-bit weights)",
+        synonyms={"vllm": "auto", "sglang": "auto"},
     )
     runner: str = choice_option(
         "auto",
@@ -106,7 +114,7 @@ class EngineOptions:
         metavar="|".join(QUANTIZATIONS),
     )
     max_model_len: int | None = option(
-        None, _positive_count, "maximum number of tokens of prompt and output together (default: the model's)"
+        None, parse_context_length, "maximum number of tokens of prompt and output together (default: the model's)"
     )
     max_num_seqs: int = option(256, _positive_count, "maximum number of sequences in one step")
     max_num_batched_tokens: int | None = option(
@@ -273,6 +281,7 @@ class EngineOptions:
         "inprocess|mp|ray",
         "what runs the ranks: the engine's own process (one rank), processes of this host, or Ray "
         "(default: inprocess for one rank, else mp if this host has enough devices, else ray)",
+        synonyms={"uni": "inprocess"},
     )
     data_parallel_size: int = option(
         1,

@@ -30,6 +30,28 @@ def parse_count(value: object) -> int:
     return _scale(match[1], _COUNT_UNITS[match[2]])
 
 
+def parse_context_length(value: object) -> int:
+    """Parse a count of at least 1. vLLM's words for the longest context that fits are answered."""
+    if str(value).strip().lower() in ("auto", "-1"):
+        raise ValueError(
+            "omit it for the model's own limit; if that does not fit, the error names the length that does"
+        )
+    number = parse_count(value)
+    if number < 1:
+        raise ValueError("must be at least 1")
+    return number
+
+
+def parse_load_format(value: object) -> str:
+    """Parse auto or dummy, or another engine's name for what auto reads anyway."""
+    word = str(value).lower()
+    if word in ("auto", "safetensors", "hf", "gguf", "bitsandbytes"):
+        return "auto"
+    if word != "dummy":
+        raise ValueError("expected auto or dummy; auto reads safetensors and GGUF, and `serve-llm convert` *.bin")
+    return word
+
+
 def parse_bytes(value: object) -> int:
     """Bytes: 1073741824, "8GiB" and "8g" (powers of 1024), "8GB" (powers of 1000), in either case, with decimals."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
@@ -291,8 +313,10 @@ def parse_object(value: object, example: str) -> Mapping[str, Any]:
 
 
 def parse_origins(value: object) -> tuple[str, ...]:
-    """Parse the origins of web pages: scheme://host[:port] each, or * for all."""
-    items = parse_texts(value)
+    """Parse the origins of web pages: scheme://host[:port] each, or * for all; in vLLM, a text is a JSON list."""
+    given = value if isinstance(value, list | tuple) else [value]
+    parts = [json.loads(item) if isinstance(item, str) and item.lstrip().startswith("[") else item for item in given]
+    items = tuple(text for part in parts for text in parse_texts(part))
     if not all(item == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", item) for item in items):
         raise ValueError("expected origins such as https://chat.example.com, or *")
     return items

@@ -23,6 +23,11 @@ class PeerFlag(NamedTuple):
         return bool(self.ours) or self.is_always or self.is_ignored
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the option is an error with any value that asks for something."""
+        return not (self.is_accepted or self.depends_on_value)
+
+    @property
     def has_value(self) -> bool:
         return self.takes_value or bool(self.neutral) or self.at_most is not None
 

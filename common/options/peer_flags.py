@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -56,18 +57,29 @@ def translate_arguments(argv: Sequence[str], known: Collection[str]) -> list[str
 
     Raises OptionError for a flag that has no counterpart.
     """
+    models: list[str] = []
     translated: list[str] = []
     rest = iter(argv)
     for argument in rest:
-        name, equals, value = argument.partition("=")
+        name, equals, value = _write_dashes(argument).partition("=")
         found = find_peer_flag(name) if argument.startswith("-") and name.partition(".")[0] not in known else None
         if found is not None and name not in found.flag.names and difflib.get_close_matches(name, known, 1, 0.9):
             found = None  # one of ours, mistyped, that happens to match a pattern
         if found is None:
-            translated.append(argument)
+            translated.append(name + equals + value if name in known else argument)
             continue
-        translated += _translate(found, name, _read_value(name, equals, value, rest) if found.flag.has_value else None)
-    return translated
+        words = _translate(found, name, _read_value(name, equals, value, rest) if found.flag.has_value else None)
+        if found.flag.ours == "MODEL":
+            models += words  # at the front, because --served-model-name takes all words that follow it
+        else:
+            translated += words
+    return [*models, *translated]
+
+
+def _write_dashes(argument: str) -> str:
+    """`--max_model_len` as `--max-model-len`: vLLM reads both. A value, and a key after a dot, stay as they are."""
+    match = re.match(r"--\w[\w-]*", argument)
+    return argument if match is None else match[0].replace("_", "-") + argument[match.end() :]
 
 
 def _read_value(name: str, equals: str, value: str, rest: Iterator[str]) -> str:
@@ -113,6 +125,8 @@ def translate_name(name: str, value: object, source: str) -> tuple[str, object] 
         if not flag.allows(value):
             raise found.refuse(source)
         return "", None
+    if flag.is_refused and _is_off(value):
+        return "", None
     if flag.is_ignored:
         if value is not False:
             _log_notice(source, flag.answer)
@@ -133,6 +147,11 @@ def translate_name(name: str, value: object, source: str) -> tuple[str, object] 
         return "", None
     option, _, fixed = flag.ours.removeprefix("--").partition(" ")
     return option.replace("-", "_"), fixed or True
+
+
+def _is_off(value: object) -> bool:
+    """Whether a file, a variable or a keyword says that something is not wanted: false, or nothing at all."""
+    return value is False or value == "" or value == [] or value == {} or str(value).lower() == "false"
 
 
 def _log_notice(name: str, answer: str) -> None:

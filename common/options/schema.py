@@ -123,6 +123,7 @@ class Options(EngineOptions):
         "auto|none",
         "auto: the model's generation_config.json gives the sampling defaults and suppress_tokens; "
         "none: OpenAI's defaults",
+        synonyms={"vllm": "none"},
     )
     max_queue: tuple[int, int] = option(
         DEFAULT_QUEUE,

@@ -160,6 +160,7 @@ def _help_text(option: dataclasses.Field[object]) -> str:
 
 def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Sequence[str]) -> dict[str, object]:
     """Return the given values by field name. Raises OptionError for an unknown option, SystemExit after --version."""
+    _show_help_about(parser, argv)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         from serve_llm.common.options.peer_flags import translate_arguments  # large tables, needed only here
@@ -170,7 +171,8 @@ def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Se
     if unknown:
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
-            raise OptionError(f"unexpected argument {flag!r}: {_explain_argument(flags.get('model'))}")
+            reason = _find_repeated(parser, argv, flag) or _explain_argument(flags.get("model"))
+            raise OptionError(f"unexpected argument {flag!r}: {reason}")
         whole = flag.partition(".")[0]
         if whole in parser._option_string_actions:  # vLLM reads the keys of a JSON object this way
             raise OptionError(f"unknown option {flag}; give {whole} as one JSON object")
@@ -181,6 +183,40 @@ def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Se
         sys.stdout.write(f"serve-llm {version('serve-llm')}\n")
         raise SystemExit(0)
     return flags
+
+
+def _show_help_about(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """For `--help=WORD`, as in vLLM: show the options with this word in their name or group; for `--help=all`, all.
+
+    Raises SystemExit after that, OptionError if there are none."""
+    words = [argument.removeprefix("--help=") for argument in argv if argument.startswith("--help=")]
+    if not words:
+        return
+    word = words[0].strip("-").replace("_", "-").lower()
+    if word == "all":
+        parser.print_help()
+        raise SystemExit(0)
+    formatter = parser._get_formatter()
+    shown = [
+        action
+        for group in parser._action_groups
+        for action in group._group_actions
+        if word in (group.title or "").lower() or any(word in name for name in action.option_strings)
+    ]
+    if not shown:
+        raise OptionError(f"no option or group has {word!r} in its name; see {parser.prog} --help")
+    formatter.add_arguments(shown)
+    sys.stdout.write(formatter.format_help())
+    raise SystemExit(0)
+
+
+def _find_repeated(parser: argparse.ArgumentParser, argv: Sequence[str], argument: str) -> str | None:
+    """Explain an argument that follows the value of an option which takes one value each time."""
+    index = argv.index(argument) if argument in argv else 0
+    option = argv[index - 2] if index >= 2 else ""
+    if isinstance(parser._option_string_actions.get(option), argparse._AppendAction):
+        return f"give {option} again for each value"
+    return None
 
 
 def _explain_argument(model: object) -> str:
@@ -203,10 +239,15 @@ def _read_environment(environ: Mapping[str, str]) -> Given:
     for name, value in environ.items():
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
-        if _KUBERNETES_NAME.search(name) or _KUBERNETES_VALUE.match(value):
+        if is_service_address(name, value):
             continue
         given |= _find_option(name.removeprefix(ENVIRONMENT_PREFIX).lower(), value, name, ENVIRONMENT_PREFIX)
     return given
+
+
+def is_service_address(name: str, value: str) -> bool:
+    """Whether Kubernetes set this variable for a Service."""
+    return bool(_KUBERNETES_NAME.search(name) or _KUBERNETES_VALUE.match(value))
 
 
 def _read_file(path: Path) -> Given:
@@ -295,6 +336,15 @@ def _parse_values(kind: type[DataclassInstance], given: Given) -> dict[str, obje
     return values
 
 
+def _explain_missing_model(given: Given) -> str:
+    """Name the option of the command line that may have taken the model for one of its values."""
+    for option in OPTION_FIELDS:
+        value, source = given.get(option.name, ((), ""))
+        if option.metadata.get("nargs") and source.startswith("--") and isinstance(value, list) and len(value) > 1:
+            return f"; {source} takes all words that follow it, so put the model before it"
+    return ""
+
+
 def build_options(given: Given, *, needs_model: bool = True) -> Options:
     """Parse every value and check how they combine. Raises OptionError."""
     values = _parse_values(Options, given)
@@ -302,6 +352,7 @@ def build_options(given: Given, *, needs_model: bool = True) -> Options:
         if needs_model and not values.get("node_rank"):
             raise OptionError(
                 "no model: give a checkpoint directory, a Hugging Face id, or `demo` for the bundled model"
+                + _explain_missing_model(given)
             )
         values["model"] = ""  # node 0 sends it, or the server sends it to a front end
     options = msgspec.convert(values, Options)

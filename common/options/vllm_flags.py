@@ -5,13 +5,26 @@ from __future__ import annotations
 from serve_llm.common.options.peer_flag import PeerFlag, always, ignored, neutral, refused, same, switch, up_to
 
 _CONFIG = "edit config.json in a copy of the checkpoint"
-_DIALECT = "the chat template shows the format; --dialect selects another one (docs/dialects.md)"
-_NO_COMPILATION = "nothing is compiled at start; --enforce-eager switches CUDA graphs and recorded steps off"
+_DIALECT = "omit it; the chat template shows the format, and --dialect selects another one (docs/dialects.md)"
+# Names of vLLM and SGLang for the formats of the built-in dialects.
+_TOOL_PARSERS = (
+    "cohere_command3|deepseek_v3|deepseek_v31|deepseek_v32|deepseek_v4|deepseekv3|deepseekv31|deepseekv32|"
+    "functiongemma|gemma4|gigachat3|glm45|glm47|gpt-oss|granite|granite-20b-fc|granite4|hermes|hunyuan_a13b|internlm|"
+    "jamba|kimi_k2|lfm2|llama3|llama3_json|llama4_pythonic|mimo|minimax|minimax-m2|minimax_m2|mistral|olmo3|openai|"
+    "phi4_mini_json|pythonic|qwen|qwen25|qwen3_coder|qwen3_xml|seed_oss|step3p5|xlam"
+)
+_REASONING_PARSERS = (
+    "cohere_command3|deepseek-r1|deepseek-v3|deepseek_r1|deepseek_v3|deepseek_v4|gemma4|glm45|glm47|gpt-oss|granite|"
+    "hunyuan_a13b|kimi_k2|mimo|minimax|minimax_m2|mistral|nano_v3|nemotron_v3|olmo3|openai_gptoss|qwen3|qwen3-thinking|"
+    "seed_oss|step3p5"
+)
+_NO_COMPILATION = "omit it; nothing is compiled at start; --enforce-eager switches CUDA graphs and recorded steps off"
 _PROXY = "put a reverse proxy in front of the server"
 _KERNELS = "omit it; the kernels are chosen by device and instruction set"
 _TEXT_ONLY = "omit it; images and audio are not read, only the text part of such models"
 _OFFLOAD = "weights are not offloaded; `serve-llm plan MODEL` says what would fit"
 _DRAFTS = "--speculative-config says how drafts are made and how long they are"
+_NO_ACCESS_LOG = "no effect; requests are logged with --enable-log-requests or --log-level debug only"
 _EXPERTS = "--enable-expert-parallel needs nothing else; omit it"
 _FULL_ATTENTION = "omit it; the model's layers determine the layout of the cache"
 
@@ -154,7 +167,9 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--renderer-num-workers --tokenizer-pool-*", "--front-ends N divides the work on text among processes"),
     refused("--disable-frontend-multiprocessing", "engines always run in processes of their own; omit it"),
     always("--enable-auto-tool-choice", "always on; tools work when a request has them", may_be_off=True),
-    refused("--tool-call-parser --tool-parser-plugin --reasoning-parser --reasoning-parser-plugin", _DIALECT),
+    neutral("--tool-call-parser", _TOOL_PARSERS, _DIALECT),
+    neutral("--reasoning-parser", _REASONING_PARSERS, _DIALECT),
+    refused("--tool-parser-plugin --reasoning-parser-plugin", _DIALECT),
     always("--enable-reasoning", "always on; reasoning is recognised by the model's format", may_be_off=True),
     neutral("--response-role", "assistant", "omit it; the role of answers is assistant"),
     neutral("--chat-template-content-format", "auto", "omit it; templates that read parts get parts"),
@@ -180,9 +195,15 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--h11-*", "--limit sets sizes and numbers"),
     always("--enable-offline-docs", "always so; the page at / lists the routes"),
     refused("--enable-flash-late-interaction", "omit it; docs/embeddings.md says how scores are made"),
-    refused("--shutdown-timeout", "--drain-timeout is the time for open requests"),
+    same("--shutdown-timeout", "--drain-timeout", "the default is 30 s"),
     refused("--fail-on-environ-validation", "always so; an unknown SERVE_LLM_ variable is an error"),
-    refused("--root-path --uds --middleware --allow-credentials --allowed-methods --allowed-headers", _PROXY),
+    refused("--root-path", "omit it; let the proxy remove the prefix, since no answer contains a path of the server"),
+    refused("--uds --middleware --allow-credentials", _PROXY),
+    neutral(
+        "--allowed-methods --allowed-headers",
+        """["*"]|['*']|*""",
+        "omit it; --allowed-origins allows all methods of the API and all headers",
+    ),
     refused("--ssl-ciphers --ssl-keyfile-password", "TLS with other settings: " + _PROXY),
     refused("--ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh", "client certificates: " + _PROXY),
     refused("--disable-fastapi-docs", "GET /openapi.json needs a key like every route, with --api-key"),
@@ -194,11 +215,10 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--enable-logging-iteration-details", "--log-level debug"),
     refused("--kv-cache-metrics* --enable-mfu-metrics", "omit it; docs/metrics.md lists all metrics"),
     ignored("--disable-log-stats", "no effect; --log-level warning hides the statistics, /metrics keeps them"),
-    refused("--uvicorn-log-level", "--log-level is for all messages"),
-    refused(
-        "--disable-uvicorn-access-log --disable-access-log-for-endpoints",
-        "omit it; served requests are logged with --enable-log-requests or --log-level debug only",
-    ),
+    switch("--no-disable-log-requests", "--enable-log-requests"),
+    ignored("--uvicorn-log-level", "no effect; --log-level is for all messages", takes_value=True),
+    ignored("--disable-uvicorn-access-log", _NO_ACCESS_LOG),
+    ignored("--disable-access-log-for-endpoints", _NO_ACCESS_LOG, takes_value=True),
     refused("--log-config-file", "--log-level and --log-format"),
     refused("--collect-detailed-traces", "omit it; --otlp-traces-endpoint sends all spans that there are"),
     refused("--show-hidden-metrics-for-version", "omit it; docs/metrics.md lists all metrics"),

@@ -302,6 +302,10 @@ def test_environment_of_a_kubernetes_service_is_ignored() -> None:
     [
         ([], ["no model", "demo"]),
         (["demo", "extra"], ["unexpected argument 'extra'"]),
+        (["demo", "--api-key", "a", "b"], ["unexpected argument 'b'", "give --api-key again for each value"]),
+        (["--served-model-name", "a", "demo"], ["no model", "--served-model-name takes all words that follow it"]),
+        (["demo", "--max-model-len", "auto"], ["--max-model-len: omit it", "the error names the length that does"]),
+        (["demo", "--load-format", "pt"], ["--load-format: expected auto or dummy", "serve-llm convert"]),
         (["demo", "--max-modle-len", "8"], ["--max-modle-len", "--max-model-len"]),
         (["demo", "-d", "2"], ["unknown option -d"]),  # nor with -dp
         (["demo", "--max-model", "8"], ["--max-model", "--max-model-len"]),  # no abbreviations

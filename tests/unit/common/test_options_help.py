@@ -35,6 +35,20 @@ def test_help_has_every_option_in_one_group(capsys: pytest.CaptureFixture[str]) 
     assert places[0] < text.index("  --revision") < places[1]
 
 
+def test_help_about_a_word_shows_the_options_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def read(*argv: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            parse_args(argv, {})
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    assert read("demo", "--help=max-num_seqs").startswith("--max-num-seqs MAX_NUM_SEQS")
+    assert {"--log-level", "--max-log-len"} <= set(read("--help=Logs").split())
+    assert read("--help=all") == read("--help")
+    with pytest.raises(OptionError, match="no option or group has 'zzz' in its name; see serve-llm --help"):
+        parse_args(["--help=zzz"], {})
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_args(["--version"], {})

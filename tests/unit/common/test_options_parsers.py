@@ -16,7 +16,8 @@ from serve_llm.common.options.parsers import (
     parse_quantization,
     parse_responses_store,
 )
-from serve_llm.common.options.sources import make_options
+from serve_llm.common.options.schema import Options
+from serve_llm.common.options.sources import make_options, parse_args
 
 
 @pytest.mark.parametrize(
@@ -153,3 +154,18 @@ def test_adapters_in_host_memory_are_no_fewer_than_those_in_slots() -> None:
     ):
         with pytest.raises(OptionError, match=f"^--{flag} needs --enable-lora$"):
             make_options("demo", **{name: 8})
+
+
+def test_words_of_other_engines_for_values() -> None:
+    def parse(*argv: str) -> Options:
+        return parse_args(["demo", *argv], {})
+
+    for flag, words, meant in (
+        ("--load-format", ("safetensors", "hf", "GGUF", "bitsandbytes"), parse()),
+        ("--model-impl", ("vllm", "sglang"), parse()),
+        ("--generation-config", ("vllm",), parse("--generation-config", "none")),
+        ("--distributed-executor-backend", ("uni",), parse("--distributed-executor-backend", "inprocess")),
+        ("--allowed-origins", ('["*"]',), parse("--allowed-origins", "*")),
+    ):
+        for word in words:
+            assert parse(flag, word) == meant, (flag, word)

@@ -48,6 +48,14 @@ VALUES = {
         ("demo --disable-custom-all-reduce --swap-space 4", {"all_reduce": "nccl"}),
         ("demo --disable-log-stats --max-logprobs 5 --max-num-seqs 3", {"max_num_seqs": 3}),
         ("demo --mem-fraction-static 0.5 --seed 1", {"gpu_memory_utilization": 0.5, "seed": 1}),
+        ("--served-model-name a b --model demo", {"served_model_name": ("a", "b")}),
+        ("demo --enable_prefix_caching --max_model_len=9", {"enable_prefix_caching": True, "max_model_len": 9}),
+        ("demo --no-disable-log-requests", {"enable_log_requests": True}),
+        ("demo --uvicorn-log-level warning --disable-uvicorn-access-log", {}),
+        ("demo --disable-access-log-for-endpoints /health,/metrics", {}),
+        ("demo --shutdown-timeout 10", {"drain_timeout": 10.0}),
+        ('demo --allowed-headers ["*"] --allowed-methods ["*"]', {}),
+        ("demo --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3", {}),
     ],
 )
 def test_what_means_the_same_is_accepted_with_a_line(
@@ -63,7 +71,10 @@ def test_what_means_the_same_is_accepted_with_a_line(
         ("demo --cpu-offload-gb 4", "--cpu-offload-gb is an option of vLLM: weights are not offloaded"),
         ("demo --max-logprobs 21", "--max-logprobs is an option of vLLM: top_logprobs is at most 20"),
         ("demo --max-logprobs=-1", "--max-logprobs is an option of vLLM: top_logprobs is at most 20"),
-        ("demo --tool-call-parser hermes", "the chat template shows the format; --dialect selects another"),
+        ("demo --tool-call-parser ernie45", "the chat template shows the format, and --dialect selects another"),
+        ("demo --reasoning-parser minimax_m2_append_think", "--dialect selects another"),
+        ("demo --root-path /llm", "let the proxy remove the prefix"),
+        ("demo -O3", "omit it; nothing is compiled"),
         ("demo -ngl 99", "-ngl is an option of llama.cpp: not needed"),
         ("demo --headless", "--node-rank N"),
         ("demo -p 8080", "--port is the port"),
@@ -126,9 +137,13 @@ def test_files_variables_and_keywords(tmp_path: Path) -> None:
     scripts = {"trust_remote_code": True, "tokenizer_mode": "auto", "swap_space": 0, "cpu_offload_gb": None}
     assert make_options("demo", **scripts) == Options(model="demo")
     assert make_options("demo", disable_radix_cache=False) == Options(model="demo")
-    for name, value in (("cpu_offload_gb", 4), ("enable_chunked_prefill", False), ("tool_call_parser", "hermes")):
+    for name, value in (("cpu_offload_gb", 4), ("enable_chunked_prefill", False), ("tool_call_parser", "none")):
         with pytest.raises(OptionError, match=f"{name} is an option of vLLM: "):
             make_options("demo", **{name: value})
+    off = {"enable_sleep_mode": False, "hf_overrides": {}, "calculate_kv_scales": "false", "allowed_methods": ["*"]}
+    assert make_options("demo", **off) == Options(model="demo"), "what is not wanted needs no counterpart"
+    with pytest.raises(OptionError, match="enable_sleep_mode is an option of vLLM"):
+        make_options("demo", enable_sleep_mode=True)
     with pytest.raises(OptionError, match="trust_remote_code: expected true or false"):
         make_options("demo", trust_remote_code="perhaps")
 
@@ -146,7 +161,7 @@ def test_a_pattern_does_not_hide_a_typing_error() -> None:
         ("demo --speculative-conig x", "unknown option --speculative-conig; did you mean --speculative-config?"),
         ("demo --cp-threads 1", "unknown option --cp-threads; did you mean --cpu-threads?"),
         ("demo --hicache-ratio 2", "--hicache-ratio is an option of another engine: --kv-offload-memory is"),
-        ("demo --compilation-config.mode 3", "--compilation-config.mode is an option of vLLM: nothing is compiled"),
+        ("demo --compilation-config.mode 3", "--compilation-config.mode is an option of vLLM: omit it; nothing is"),
         ("demo --speculative-config.method ngram", "give --speculative-config as one JSON object"),
     ):
         with pytest.raises(OptionError) as raised:
@@ -164,6 +179,14 @@ def test_variables_of_other_engines_are_named(caplog: pytest.LogCaptureFixture) 
     log_unread({"VLLM_API_KEY": "secret", "OLLAMA_HOST": "", "VLLM_PORT": "tcp://10.0.0.1:80", "HF_TOKEN": "x"})
     assert [record.getMessage() for record in caplog.records] == [
         "VLLM_API_KEY is set but not read; here: `--api-key`, or the variable `SERVE_LLM_API_KEY`"
+    ]
+
+
+def test_other_variables_of_other_engines_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    log_unread({"VLLM_XYZ": "1", "LLAMA_ARG_PORT": "8080", "VLLM_LLM_SERVICE_HOST": "10.0.0.1", "VLLMX": "1"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "LLAMA_ARG_PORT, VLLM_XYZ: variables of other engines are not read; options are set by SERVE_LLM_<OPTION> "
+        "(docs/from-other-engines.md)"
     ]
 
 
