@@ -114,7 +114,7 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     refused(
         "--no-jinja --skip-chat-parsing --no-skip-chat-parsing", "omit it; docs/dialects.md says how answers are read"
     ),
-    refused("--chat-template-kwargs", "the field `chat_template_kwargs` of a request"),
+    same("--chat-template-kwargs", "--default-chat-template-kwargs"),
     refused("--prefill-assistant --no-prefill-assistant", "the field `continue_final_message` of a request"),
     refused(
         "-rea --reasoning --reasoning-effort --*reasoning-preserve",

@@ -312,6 +312,34 @@ def parse_object(value: object, example: str) -> Mapping[str, Any]:
     return given
 
 
+RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
+"""Variables of chat templates that only fields of requests set."""
+
+
+def parse_template_kwargs(value: object) -> str:
+    """Parse variables of chat templates; return them as JSON."""
+    given = parse_object(value, '{"enable_thinking": false}')
+    reserved = [name for name in (*RESERVED_VARIABLES, "tools", "documents") if name in given]
+    if reserved:
+        raise ValueError(f"{reserved[0]!r} is set by requests")
+    return json.dumps(given)
+
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def parse_sampling_defaults(value: object) -> str:
+    """Parse numbers by the name of a sampling parameter, whose ranges the server checks; return them as JSON."""
+    given = parse_object(value, '{"temperature": 0.5}')
+    unknown = [name for name in given if name not in SAMPLING_DEFAULTS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not supported, only {', '.join(SAMPLING_DEFAULTS)}")
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(f"{name!r} must be a number")
+    return json.dumps(given)
+
+
 def parse_origins(value: object) -> tuple[str, ...]:
     """Parse the origins of web pages: scheme://host[:port] each, or * for all; in vLLM, a text is a JSON list."""
     given = value if isinstance(value, list | tuple) else [value]

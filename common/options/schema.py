@@ -26,7 +26,9 @@ from serve_llm.common.options.parsers import (
     parse_origins,
     parse_queue,
     parse_responses_store,
+    parse_sampling_defaults,
     parse_seconds,
+    parse_template_kwargs,
     parse_text,
     parse_texts,
     parse_traces_endpoint,
@@ -103,6 +105,13 @@ class Options(EngineOptions):
     chat_template: str | None = option(
         None, parse_text, "file with a Jinja chat template (default: the model's own)", metavar="FILE"
     )
+    default_chat_template_kwargs: str | None = option(
+        None,
+        parse_template_kwargs,
+        'variables of the chat template for requests that do not set them in chat_template_kwargs: {"enable_thinking": '
+        "false} turns the reasoning of many models off (default: the template's own)",
+        metavar="JSON",
+    )
     trust_request_chat_template: bool = option(
         False, parse_boolean, "allow chat templates in requests; they are rendered in a separate process"
     )
@@ -124,6 +133,13 @@ class Options(EngineOptions):
         "auto: the model's generation_config.json gives the sampling defaults and suppress_tokens; "
         "none: OpenAI's defaults",
         synonyms={"vllm": "none"},
+    )
+    override_generation_config: str | None = option(
+        None,
+        parse_sampling_defaults,
+        'sampling defaults in place of those of the model\'s generation_config.json: {"temperature": 0.5}; other keys: '
+        "top_p, top_k, min_p, repetition_penalty (default: none)",
+        metavar="JSON",
     )
     max_queue: tuple[int, int] = option(
         DEFAULT_QUEUE,

@@ -39,7 +39,7 @@ VLLM: tuple[PeerFlag, ...] = (
     neutral("--tokenizer-mode", "auto|hf", "omit it; the tokenizer is always that of tokenizer.json"),
     neutral("--config-format", "auto|hf", "omit it; config.json is read"),
     refused("--tokenizer-revision", "--revision is that of the model and its tokenizer"),
-    refused("--hf-overrides --override-generation-config --rope-scaling --rope-theta", _CONFIG),
+    refused("--hf-overrides --rope-scaling --rope-theta", _CONFIG),
     refused("--hf-token", "set the variable HF_TOKEN, which ps does not show"),
     refused("--hf-config-path", _CONFIG),
     refused("--code-revision", "omit it; no code of a checkpoint is ever executed"),
@@ -173,7 +173,6 @@ VLLM: tuple[PeerFlag, ...] = (
     always("--enable-reasoning", "always on; reasoning is recognised by the model's format", may_be_off=True),
     neutral("--response-role", "assistant", "omit it; the role of answers is assistant"),
     neutral("--chat-template-content-format", "auto", "omit it; templates that read parts get parts"),
-    refused("--default-chat-template-kwargs", "the field `chat_template_kwargs` of a request"),
     always("--enable-prompt-tokens-details", "always on, in `usage`", may_be_off=True),
     always("--enable-server-load-tracking", "always on; GET /load answers", may_be_off=True),
     always("--enable-request-id-headers", "always on; every answer has X-Request-Id", may_be_off=True),
@@ -230,6 +229,7 @@ VLLM_SAME = (
     "max-model-len max-num-seqs max-num-batched-tokens gpu-memory-utilization enforce-eager kv-cache-dtype block-size "
     "seed tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel enable-eplb nnodes "
     "node-rank distributed-executor-backend host port api-key allowed-origins ssl-keyfile ssl-certfile chat-template "
-    "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-cpu-loras "
-    "max-lora-rank otlp-traces-endpoint kv-events-config enable-log-requests"
+    "default-chat-template-kwargs trust-request-chat-template generation-config override-generation-config config "
+    "enable-lora lora-modules max-loras max-cpu-loras max-lora-rank otlp-traces-endpoint kv-events-config "
+    "enable-log-requests"
 ).split()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from serve_llm.common.options.parsers import RESERVED_VARIABLES
 from serve_llm.common.types import ThinkingBudget
 from serve_llm.server.dialects.dialect import Delimiter, get_forms
 from serve_llm.server.dialects.tool import Tool, ToolChoice
@@ -25,8 +26,6 @@ from serve_llm.server.structured_output.turn_form import TurnForm
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that templates use for the reasoning of earlier turns."""
-
-_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +112,11 @@ def render_turn(turn: ChatTurn, context: JobContext) -> str:
         )
     _check_template_kwargs(turn)
     template = _choose_template(turn, context)
-    kwargs: dict[str, object] = {}
+    kwargs: dict[str, object] = dict(context.model.template_variables)
     if turn.reasoning_effort is not None:
         # A template reads at most one of these switches.
         thinks = turn.reasoning_effort != "none"
-        kwargs = {"reasoning_effort": turn.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        kwargs |= {"reasoning_effort": turn.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
     if turn.documents:
         if "documents" not in template.variables:
             raise Unsupported("this model's chat template shows no documents", "documents")
@@ -136,7 +135,7 @@ def render_turn(turn: ChatTurn, context: JobContext) -> str:
 def _check_template_kwargs(turn: ChatTurn) -> None:
     """Refuse variables that other fields of the request set. Raises InvalidRequest."""
     for name, value in (turn.chat_template_kwargs or {}).items():
-        if name in _RESERVED_VARIABLES and value is not getattr(turn, name):
+        if name in RESERVED_VARIABLES and value is not getattr(turn, name):
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {name}: it holds the template's own variables only",
                 f"chat_template_kwargs.{name}",

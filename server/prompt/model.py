@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serve_llm.common.errors import ModelError
+from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import read_json, resolve_tokenizer
+from serve_llm.common.options.parsers import SAMPLING_DEFAULTS
 from serve_llm.common.options.schema import Options
 from serve_llm.common.types import Adapter
 from serve_llm.server.dialects.choose import choose_dialect
@@ -25,7 +28,6 @@ from serve_llm.server.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _GENERATION_CONFIG = "generation_config.json"
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     eos_ids: tuple[int, ...]  # end a text
-    defaults: dict[str, float]  # fields of SamplingParams, from generation_config.json
+    defaults: dict[str, float]  # fields of SamplingParams, from generation_config.json and the options
     suppressed_ids: tuple[int, ...]  # never generated
     vectors: VectorSettings
     dialect: Dialect | None = None  # how the model writes reasoning and tool calls; None: all text is content
@@ -44,6 +46,7 @@ class ServedModel:
     fill_in_middle: FillInMiddle | None = None  # None if the model has no tokens for it
     tokenizer_class: str | None = None  # as tokenizer_config.json names it
     turn_header: str = ""  # written by the template before a turn of the model
+    template_variables: Mapping[str, object] = field(default_factory=dict)  # for the chat template; requests win
     ignored_defaults: tuple[str, ...] = ()  # problems with values of generation_config.json
     adapters: dict[str, Adapter] = field(default_factory=dict)  # by name; changes while the server runs
 
@@ -108,7 +111,7 @@ class ServedModel:
             tokenizer=tokenizer,
             template=template,
             eos_ids=_eos_ids(generation, config, tokenizer),
-            defaults=defaults,
+            defaults=defaults | _read_overrides(options.override_generation_config),
             suppressed_ids=_read_suppressed_ids(sampling),
             ignored_defaults=ignored,
             vectors=read_vector_settings(directory, text_directory, config, options.classifier_from_token),
@@ -116,6 +119,7 @@ class ServedModel:
             dialect_source=chosen.source,
             fill_in_middle=find_fill_in_middle(tokenizer),
             tokenizer_class=tokenizer_class if isinstance(tokenizer_class, str) else None,
+            template_variables=json.loads(options.default_chat_template_kwargs or "{}"),
             turn_header="" if template is None or chosen.dialect is None else find_header(template),
         )
 
@@ -156,12 +160,20 @@ def _read_suppressed_ids(generation: dict[str, object]) -> tuple[int, ...]:
     return tuple(token_id for token_id in ids if token_id >= 0)  # -1 means none
 
 
+def _read_overrides(text: str | None) -> dict[str, float]:
+    """text: of the option, with numbers by name. Raises OptionError."""
+    overrides, refused = _read_defaults(json.loads(text or "{}"))
+    if refused:
+        raise OptionError(f"--override-generation-config: {refused[0]}")
+    return overrides
+
+
 def _read_defaults(generation: dict[str, object]) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return defaults for fields that requests omit, and messages about invalid ones, which are ignored. Raises
     ModelError."""
     defaults: dict[str, float] = {}
     ignored = []
-    for name in _DEFAULTED:
+    for name in SAMPLING_DEFAULTS:
         value = generation.get(name)
         if value is None:
             continue

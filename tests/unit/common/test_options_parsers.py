@@ -169,3 +169,19 @@ def test_words_of_other_engines_for_values() -> None:
     ):
         for word in words:
             assert parse(flag, word) == meant, (flag, word)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("default_chat_template_kwargs", "thinking", "expected a JSON object, such as"),
+        ("default_chat_template_kwargs", {"messages": []}, "'messages' is set by requests"),
+        ("default_chat_template_kwargs", '{"tools": []}', "'tools' is set by requests"),
+        ("override_generation_config", '{"max_new_tokens": 8}', "'max_new_tokens' is not supported, only temperature"),
+        ("override_generation_config", {"temperature": "hot"}, "'temperature' must be a number"),
+        ("override_generation_config", {"top_k": True}, "'top_k' must be a number"),
+    ],
+)
+def test_defaults_of_requests(name: str, value: object, words: str) -> None:
+    with pytest.raises(OptionError, match=f"^{name}: {words}"):
+        make_options("demo", **{name: value})

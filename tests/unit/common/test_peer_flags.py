@@ -31,6 +31,7 @@ VALUES = {
     "--max-queue": "7",
     "--gpu-memory-utilization": "0.5",
     "--master-addr": "h:1",
+    "--default-chat-template-kwargs": "{}",
 }
 
 

@@ -334,6 +334,15 @@ def test_every_way_to_ask_for_reasoning(
     assert prompt_text(served) == expected
 
 
+def test_the_operator_sets_variables_of_the_template(model: ServedModel, serve: Serve) -> None:
+    options = {"chat_template": "{{ thinking }}{{ mood }}", "default_chat_template_kwargs": {"thinking": 0, "mood": 1}}
+    served = serve(served_model=ServedModel.load(model.directory, make_options("demo", **options)))
+    for body in ({}, {"chat_template_kwargs": {"mood": 2}}, {"reasoning_effort": "high"}):
+        assert served.chat(max_tokens=1, **body).status == 200
+    prompts = [model.tokenizer.decode(request.prompt_ids) for request in served.engine.submitted]
+    assert prompts == ["01", "02", "True1"]
+
+
 def test_openais_whole_schema_is_known(served: Served) -> None:
     """Each field of OpenAI's chat request is served, has no effect, or is refused by name with an error code."""
     neutral = {"modalities": ["text"], "audio": None, "prediction": {"content": "x"}, "functions": [],

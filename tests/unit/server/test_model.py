@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, processors
 
-from serve_llm.common.errors import ModelError
+from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.dialects.table import BUILT_IN
@@ -83,6 +83,15 @@ def test_sampling_defaults_are_the_models_unless_turned_off(checkpoint: Path) ->
     assert load(checkpoint, generation_config="none").defaults == {}
     with pytest.raises(ModelError, match="temperature"):
         load(checkpoint)
+
+
+def test_the_operator_overrides_sampling_defaults(checkpoint: Path) -> None:
+    change(checkpoint / "generation_config.json", temperature=0.6, top_k=20)
+    overrides = {"override_generation_config": {"temperature": 0, "min_p": 0.1}}
+    assert load(checkpoint, **overrides).defaults == {"temperature": 0, "top_k": 20, "min_p": 0.1}
+    assert load(checkpoint, generation_config="none", **overrides).defaults == {"temperature": 0, "min_p": 0.1}
+    with pytest.raises(OptionError, match=r"^--override-generation-config: temperature must be .* not 9$"):
+        load(checkpoint, override_generation_config={"temperature": 9})
 
 
 def test_defaults_that_no_request_may_have_are_ignored_with_a_warning(
