@@ -204,7 +204,8 @@ VLLM: tuple[PeerFlag, ...] = (
         "omit it; --allowed-origins allows all methods of the API and all headers",
     ),
     refused("--ssl-ciphers --ssl-keyfile-password", "TLS with other settings: " + _PROXY),
-    refused("--ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh", "client certificates: " + _PROXY),
+    refused("--ssl-ca-certs --ssl-cert-reqs", "client certificates: " + _PROXY),
+    always("--enable-ssl-refresh", "always so; a renewed certificate is used for new connections"),
     refused("--disable-fastapi-docs", "GET /openapi.json needs a key like every route, with --api-key"),
     # logs
     switch("--disable-log-requests", "--no-enable-log-requests"),

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
+from serve_llm.server.http.certificate import CertificateFiles, check_certificate
 from serve_llm.server.http.errors import (
     HeaderTooLarge,
     InvalidRequest,
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 SECTION_BYTES = 2**20  # a client may take `stall_seconds` per section of a body, which limits the total time
 POLL_SECONDS = 0.05  # between two checks for open connections
-TICK_SECONDS = 1.0  # between two updates of the date header
+TICK_SECONDS = 1.0  # between two updates of the date header, and two looks at the certificate
 KEEP_ALIVE_SECONDS = 75.0
 """How long a connection may be idle between two requests. Clients and load balancers often keep connections for 60 s; a
 request that crosses the server's closing is lost."""
@@ -334,13 +335,18 @@ class HttpServer(uvicorn.Server):
         )
         _check_readable({"--ssl-keyfile": ssl_keyfile, "--ssl-certfile": ssl_certfile})
         try:
+            if ssl_keyfile is not None and ssl_certfile is not None:
+                check_certificate(ssl_keyfile, ssl_certfile)
             config.load()
-        except ssl.SSLError as error:
+        except (ssl.SSLError, ValueError) as error:
             raise OptionError(
                 f"--ssl-keyfile {ssl_keyfile}, --ssl-certfile {ssl_certfile}: {error}; both must be PEM files, and the "
                 "certificate made for the key"
             ) from None
         super().__init__(config)
+        self._certificate: CertificateFiles | None = None
+        if config.ssl is not None and ssl_keyfile is not None and ssl_certfile is not None:
+            self._certificate = CertificateFiles(config.ssl, ssl_keyfile, ssl_certfile)
         # The daemon logs start and stop itself; uvicorn warns for every bad client.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
@@ -360,6 +366,8 @@ class HttpServer(uvicorn.Server):
         """Like the base class, which wakes ten times a second to look at `should_exit`."""
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
+            if self._certificate is not None:
+                self._certificate.reload_if_changed()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._exit_asked.wait()
