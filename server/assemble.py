@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from serve_llm.common.errors import OptionError
+from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.common.hub import resolve_draft_checkpoint, resolve_model
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.process import STOP_SECONDS
 from serve_llm.server.engines.supervisor import Supervisor
+from serve_llm.server.thread_pool import MORE_PROCESSES
 from serve_llm.server.tracing.start import EXPORT_SECONDS, start_tracing
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread, which does not keep the program alive: a download may take hours."""
+    """Run `work` in a daemon thread, which does not keep the program alive: a download may take hours. Raises
+    CapacityError if the system allows no thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -129,5 +131,8 @@ async def _in_thread(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing awaits the result
             loop.call_soon_threadsafe(settle, outcome)
 
-    threading.Thread(target=run, daemon=True).start()
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError:
+        raise CapacityError(f"the system allows the server no further thread; {MORE_PROCESSES}") from None
     return await future

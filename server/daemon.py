@@ -69,8 +69,10 @@ async def serve(options: Options) -> int:
     from serve_llm.server.garbage import limit_collections
     from serve_llm.server.http.connection import HttpServer
     from serve_llm.server.http.startup_app import StartupApp
+    from serve_llm.server.thread_pool import ThreadPool
 
     began = time.perf_counter()
+    asyncio.get_running_loop().set_default_executor(ThreadPool())
     signals = StopSignals()
     listener = listen(options.host, options.port)
     url = format_listening_url(listener, "https" if options.ssl_certfile else "http")

@@ -32,6 +32,7 @@ from serve_llm.common.library_variables import set_library_defaults
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.client import EngineClient
 from serve_llm.server.metrics.meter import Meter
+from serve_llm.server.thread_pool import MORE_PROCESSES
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def describe_failed_launch(error: OSError | zmq.ZMQError) -> ServeError:
         errno.EDQUOT: f"free some space in {gettempdir()}, or set TMPDIR",
         errno.EMFILE: "raise the limit on open files (ulimit -n)",
         errno.ENFILE: "raise the system's limit on open files (fs.file-max)",
-        errno.EAGAIN: "raise the limit on processes (ulimit -u; TasksMax= in systemd; --pids-limit in Docker)",
+        errno.EAGAIN: MORE_PROCESSES,
         errno.ENOMEM: "lower the memory that other processes take",
     }
     code = error.errno or 0

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -38,6 +37,7 @@ from serve_llm.server.structured_output.compiler import (
 )
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.turn_form import GrammarSource, compute_key, encode_source, name_param
+from serve_llm.server.thread_pool import ThreadPool
 
 Result = TypeVar("Result", bound=msgspec.Struct)
 
@@ -139,7 +139,7 @@ class PromptPool:
         self._seconds = context.limits.prompt_seconds
         # At least 3 even on few cores, because hostile requests may keep some busy.
         self._size = max(3, min(4, (os.cpu_count() or 1) // 2))
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: ThreadPool | None = None
         self._local = threading.local()  # each thread has its own worker
         self._workers: set[PromptWorker] = set()
         self._num_jobs = 0
@@ -148,7 +148,8 @@ class PromptPool:
 
     def start_first_worker(self) -> None:
         """Start one worker in the background, so that it is ready for the first large request or grammar."""
-        self._executor().submit(self._warm_worker)
+        with contextlib.suppress(Unavailable):  # no thread; the first request tries again
+            self._executor().submit(self._warm_worker)
 
     def _warm_worker(self) -> None:
         worker = self._get_worker()
@@ -215,9 +216,9 @@ class PromptPool:
         for worker in list(self._workers):
             worker.kill()
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def _executor(self) -> ThreadPool:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._size, "prompt")
+            self._threads = ThreadPool(self._size, "prompt")
         return self._threads
 
     def _get_worker(self) -> PromptWorker:

@@ -8,12 +8,12 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from serve_llm.common.errors import OptionError
 from serve_llm.server.http.errors import StoreError, StoreFull
+from serve_llm.server.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Database:
             raise OptionError(f"{where}: {reason}") from None
         except sqlite3.DatabaseError as error:
             raise OptionError(f"{where}: {error}") from None
-        self._thread = ThreadPoolExecutor(1, "database")
+        self._thread = ThreadPool(1, "database")
 
     async def run(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in the thread, as one transaction. Raises StoreError."""
