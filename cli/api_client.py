@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping
@@ -92,6 +94,7 @@ class ApiClient:
 
 def normalize_url(url: str) -> str:
     """Return the URL without a trailing slash or /v1. Raises OptionError."""
+    url = complete_url(url)
     parts = urlsplit(url)
     try:
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -100,6 +103,12 @@ def normalize_url(url: str) -> str:
     if not is_valid:
         raise OptionError(f"{url!r} is not a URL such as {DEFAULT_URL}")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def complete_url(text: str) -> str:
+    """Return HOST:PORT, which no model is called, as a URL, and anything else unchanged."""
+    is_address = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?", text) is not None
+    return f"http://{text}" if is_address and not os.path.exists(text) else text
 
 
 def is_url(text: str) -> bool:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from serve_llm.cli.api_client import DEFAULT_URL, is_url
+from serve_llm.cli.api_client import DEFAULT_URL, complete_url, is_url
 from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.common.options.peer_flags import find_peer_flag
 from serve_llm.common.options.sources import parse_args
@@ -117,7 +117,7 @@ def _find_news(line: str) -> str:
 def split_target(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Return the URL or model, which comes first, and the other arguments."""
     if argv and not argv[0].startswith("-"):
-        return argv[0], list(argv[1:])
+        return complete_url(argv[0]), list(argv[1:])
     return DEFAULT_URL, list(argv)
 
 

@@ -7,6 +7,7 @@ huggingface_hub, which reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE, is imported o
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -215,7 +216,11 @@ def _download(
     import huggingface_hub as hub  # takes half a second to import
     from huggingface_hub import errors
 
-    logger.info("Looking for %s on the Hub; missing files are downloaded", name)
+    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    if is_offline:
+        logger.info("Looking for %s in the cache only, because HF_HUB_OFFLINE is set", name)
+    else:
+        logger.info("Looking for %s on the Hub; missing files are downloaded", name)
     at_revision = f" at revision {revision}" if revision else ""
     try:
         directory = hub.snapshot_download(
@@ -234,14 +239,23 @@ def _download(
         problem = f"the Hub has the model but not revision {revision}"
     except errors.RepositoryNotFoundError:
         problem = f"neither a local directory nor {what} on the Hub; check the name, or set HF_TOKEN if it is private"
+        problem += _suggest_name(name)
     except errors.HFValidationError:
         problem = "neither a local directory nor a possible Hugging Face id (organisation/name)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        reason = "HF_HUB_OFFLINE is set; unset it" if offline else "the Hub cannot be reached; check the network"
+        reason = "HF_HUB_OFFLINE is set; unset it" if is_offline else "the Hub cannot be reached; check the network"
         problem = f"no local directory, and{at_revision} not (completely) in the cache, while {reason}"
+        problem += _suggest_name(name)
     except Exception as error:  # network, disk, permissions, ...
         raise ModelError(f"{name}: download failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
     else:
         return Path(str(directory))
     raise ModelError(f"{name}: {problem}")
+
+
+def _suggest_name(name: str) -> str:
+    """Return a hint for a name without an organisation, which is rarely one of the Hub."""
+    if "/" in name:
+        return ""
+    is_like_demo = difflib.SequenceMatcher(None, name.lower(), "demo").ratio() > 0.7
+    return "; did you mean demo, the bundled model?" if is_like_demo else "; most ids are ORGANISATION/NAME"

@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from serve_llm.cli.api_client import DEFAULT_URL, ApiClient, ApiError, is_url
+from serve_llm.cli.api_client import DEFAULT_URL, ApiClient, ApiError, complete_url, is_url
 from serve_llm.cli.chat.display import ChatDisplay, LineHistory, is_interactive, make_pipe_reader, read_terminal_line
 from serve_llm.cli.chat.session import ChatSession, CommandError, StreamedCall
 from serve_llm.cli.server_process import end_on_signals, find_server, split_target
@@ -69,7 +69,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if options.url is not None:
         if target != DEFAULT_URL:
             raise OptionError("--url: the server is given twice")
-        target = options.url
+        target = complete_url(options.url)
         if not is_url(target):
             raise OptionError(f"--url: expected http://HOST:PORT, not {target!r}")
     # The environment may hold several keys; one is enough.

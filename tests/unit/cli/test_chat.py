@@ -11,6 +11,7 @@ from serve_llm.cli.api_client import ApiClient, ApiError, normalize_url
 from serve_llm.cli.chat import command
 from serve_llm.cli.chat.display import ChatDisplay
 from serve_llm.cli.chat.session import ChatSession, CommandError, StreamedCall
+from serve_llm.cli.server_process import split_target
 from serve_llm.common.errors import OptionError
 from support.scripted_api import ScriptedApi, serve_script
 
@@ -205,3 +206,9 @@ def test_what_a_broken_server_answers() -> None:
     with pytest.raises(ApiError, match="is a server running there"):
         client.get_text("/text")
     assert normalize_url("https://host/base/v1/") == "https://host/base"
+    for text in ("localhost:8000", "10.0.0.1:80/v1", "[::1]:8000"):
+        assert (
+            normalize_url(text) == f"http://{text.removesuffix('/v1')}" and split_target([text])[0] == f"http://{text}"
+        )
+    for model in ("demo", "org/name:Q8_0", "name", "/m/d:1/x"):
+        assert split_target([model])[0] == model

@@ -203,6 +203,16 @@ def test_a_gated_model_names_the_account(
         resolve_model("org/model")
 
 
+def test_a_name_without_an_organisation_gets_a_hint(on_the_hub: Callable[[Download], None]) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise http_error(errors.RepositoryNotFoundError, 404)
+
+    on_the_hub(download)
+    for name, hint in (("demoo", "did you mean demo, the"), ("Demo", "did you mean demo"), ("qwen3", "most ids are")):
+        with pytest.raises(ModelError, match=f"^{name}: neither .*; {hint}"):
+            resolve_model(name)
+
+
 def test_offline(on_the_hub: Callable[[Download], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
         raise errors.LocalEntryNotFoundError("none")
