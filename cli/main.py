@@ -1,4 +1,7 @@
-"""The `serve-llm` command: read the command line and run the daemon or another command."""
+"""The `serve-llm` command: read the command line and run the daemon or another command.
+
+Most imports are in functions: `main` ends quietly on a Ctrl-C that arrives meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ from importlib import import_module
 from typing import NoReturn
 
 from serve_llm.common.errors import OptionError, ServeError
-from serve_llm.common.logs import hold_records, write_final_error
-from serve_llm.common.options.peer_variables import log_unread
-from serve_llm.common.options.sources import parse_args
 
 
 def main() -> int:
     try:
-        argv = sys.argv[1:]
+        return run_program(sys.argv[1:])
+    except KeyboardInterrupt:  # nothing runs yet that would need an orderly end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # so that a shell sees it and ends its loop too
+        return 128 + signal.SIGINT
+
+
+def run_program(argv: list[str]) -> int:
+    """Return the exit code."""
+    try:
         if argv in (["help"], ["version"]):
             argv = [f"--{argv[0]}"]
         command = COMMANDS.get(argv[0]) if argv else None
@@ -27,6 +36,8 @@ def main() -> int:
             return run_command(command, argv[1:])
         return serve(argv)
     except ServeError as error:
+        from serve_llm.common.logs import write_final_error
+
         with contextlib.suppress(OSError):  # stderr may go to a full disk or a closed pipe
             write_final_error(error)
         return error.exit_code
@@ -44,6 +55,10 @@ def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
 
 
 def serve(argv: Sequence[str]) -> int:
+    from serve_llm.common.logs import hold_records
+    from serve_llm.common.options.peer_variables import log_unread
+    from serve_llm.common.options.sources import parse_args
+
     check_first_word(argv)
     with hold_records(argv, os.environ):
         options = parse_args(argv, os.environ)

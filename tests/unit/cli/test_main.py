@@ -1,6 +1,7 @@
 """The program under its other names."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -24,6 +25,23 @@ def test_a_closed_pipe_ends_a_command_quietly() -> None:
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("module", ["serve_llm.common.options.sources", "serve_llm.server.daemon", "uvloop"])
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(module: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from serve_llm.cli.main import main\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['serve-llm', 'demo', '--port', '0']\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_serve_is_the_server() -> None:
