@@ -74,6 +74,12 @@ _REPLACED = {
     "start_profile": "attach the profiler to the engine's process",
     "stop_profile": "attach the profiler to the engine's process",
     "llm_engine": "generate, chat, embed, classify and score run requests",
+    "enqueue": "generate runs all prompts of a call together",
+    "wait_for_completion": "generate runs all prompts of a call together",
+    "preprocess_chat": "chat renders conversations and runs them; POST /tokenize of a server returns their ids",
+    "set_tokenizer": "the keyword tokenizer of LLM names another one",
+    "model_config": "config.json of the checkpoint holds it",
+    "shutdown": "close() ends the engine",
 }
 
 

@@ -34,6 +34,10 @@ class CompletionOutput:
     reasoning: str = ""  # in `chat`
     tool_calls: list[ToolCall] = field(default_factory=list)  # in `chat`
 
+    def finished(self) -> bool:
+        """As in vLLM; always true, because calls return when all texts have ended."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -52,11 +56,19 @@ class RequestOutput:
 class EmbeddingOutput:
     embedding: list[float]
 
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
 
 @dataclass(frozen=True)
 class ClassificationOutput:
     probs: list[float]
     label: str
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
 
 
 @dataclass(frozen=True)

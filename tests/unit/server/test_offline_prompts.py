@@ -10,6 +10,7 @@ import pytest
 from serve_llm import LLM
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.offline_prompts import ParsedPrompt, parse_chats, parse_prompts
+from serve_llm.server.response.outputs import ClassificationOutput, CompletionOutput, EmbeddingOutput
 
 TEXT = ParsedPrompt("a")
 IDS = ParsedPrompt([1, 2])
@@ -82,10 +83,23 @@ def test_conversations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("beam_search", "n with a temperature"), ("encode", "embed"), ("sleep", "close")]
+    ("name", "hint"),
+    [
+        ("beam_search", "n with a temperature"),
+        ("encode", "embed"),
+        ("sleep", "close"),
+        ("shutdown", "close"),
+        ("enqueue", "generate runs all prompts"),
+        ("set_tokenizer", "keyword tokenizer"),
+    ],
 )
 def test_methods_of_vllm_are_explained(name: str, hint: str) -> None:
     llm = LLM.__new__(LLM)
     assert not hasattr(llm, name) and not hasattr(llm, "nonsense")
     with pytest.raises(AttributeError, match=f"LLM has no {name}.*{hint}"):
         getattr(llm, name)
+
+
+def test_results_have_the_properties_of_vllms() -> None:
+    assert EmbeddingOutput([1.0, 2.0]).hidden_size == 2 and ClassificationOutput([0.5, 0.5], "a").num_classes == 2
+    assert CompletionOutput(0, "a", [1], "stop", None, None, None).finished()
