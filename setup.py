@@ -62,7 +62,15 @@ PER_VARIANT = (
 )
 WITH_TILES = ("attend.cpp", "grouped_tiles.cpp", "multiply.cpp")  # for AMX; the others are as for avx512_bf16
 # division of work, and the C interface
-ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")
+ONCE = (
+    "attention.cpp",
+    "grouped_linear.cpp",
+    "linear.cpp",
+    "sampling.cpp",
+    "collectives.cpp",
+    "pool.cpp",
+    "repeat.cpp",
+)
 
 
 class BuildKernels(build_ext):

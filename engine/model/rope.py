@@ -49,6 +49,8 @@ def build_angles(rope: RopeSpec, head_dim: int, device: torch.device) -> Compute
 
     def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
         angle = positions[:, None].float() * frequencies
+        if magnitude == 1.0:
+            return angle.cos(), angle.sin()
         return angle.cos() * magnitude, angle.sin() * magnitude
 
     return compute

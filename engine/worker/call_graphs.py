@@ -28,7 +28,7 @@ class CallCapture:
     def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
         with self._record(self._pool) as recorder:
             output = compute()
-        return CapturedGraph(recorder.replay, output)
+        return CapturedGraph(recorder.replay, self._pool.borrow(output))
 
 
 class CallGraphRunner(GraphRunner):
@@ -38,6 +38,9 @@ class CallGraphRunner(GraphRunner):
         if step.crosses_chunks:  # queries in two chunks would be two sequences
             step = step.split()
         return self._run(BatchDescriptor(len(step.ids), len(step.context_lens)), step, None, received)
+
+    def _capture_step(self, descriptor: BatchDescriptor, compute: Callable[[], Tensor]) -> CapturedGraph:
+        return self._capture(compute)  # the result stays in the pool, which all sizes share
 
     def can_run(self, step: HostInputs, num_rows: int) -> bool:
         return False

@@ -167,14 +167,18 @@ class GraphRunner:
             self._num_rows[descriptor] = len(result)
             return result
         if descriptor not in self._graphs:
-            assert self._output is not None
-            output = self._output[: self._num_rows[descriptor]]
-            self._graphs[descriptor] = self._capture(
-                lambda: output.copy_(self._compute(buffers.inputs, buffers.req_indices, buffers.rows, buffers.received))
+            self._graphs[descriptor] = self._capture_step(
+                descriptor,
+                lambda: self._compute(buffers.inputs, buffers.req_indices, buffers.rows, buffers.received),
             )
         captured = self._graphs[descriptor]
         captured.replay()
         return captured.output
+
+    def _capture_step(self, descriptor: BatchDescriptor, compute: Callable[[], Tensor]) -> CapturedGraph:
+        assert self._output is not None
+        output = self._output[: self._num_rows[descriptor]]
+        return self._capture(lambda: output.copy_(compute()))
 
 
 class InputBufferLayout(NamedTuple):
@@ -249,6 +253,11 @@ class _Buffers:
             3 + len(tables) + has_adapters, num_tokens, num_rows, 2 + len(groups), num_sequences
         )
         self._packed = torch.zeros(self._layout.size, dtype=torch.int64, device=device)
+        self._host: np.ndarray | None = None  # the same memory, and that of the tables, on a CPU
+        self._host_tables: list[np.ndarray] = []
+        if device.type == "cpu":
+            self._host = self._packed.numpy()
+            self._host_tables = [table.numpy() for table in self._tables]
         numbers, rows, lengths = self._layout.split(self._packed, self._packed.view(torch.int32))
         query_starts, context_lens, *chunk_context_lens = lengths
         self.rows = rows if num_rows else None
@@ -279,7 +288,12 @@ class _Buffers:
             self.received[: len(received)] = received
         count = len(step.ids)
         num_sequences = len(step.context_lens)
-        packed: np.ndarray = np.zeros(self._layout.size, np.int64)
+        packed: np.ndarray
+        if self._host is None:
+            packed = np.zeros(self._layout.size, np.int64)
+        else:
+            packed = self._host
+            packed.fill(0)
         as_int32: np.ndarray = packed.view(np.int32)
         numbers, padded_rows, lengths = self._layout.split(packed, as_int32)
         query_starts, context_lens, *chunk_context_lens = lengths
@@ -288,20 +302,26 @@ class _Buffers:
             of_tokens.append(step.adapter_slots)
         for row, values in zip(numbers, of_tokens, strict=True):
             row[:count] = values
-        for slots in numbers[3:]:
-            slots[count:] = -1
+        if count < self._layout.tokens:
+            for slots in numbers[3:]:
+                slots[count:] = -1
         context_lens[:num_sequences] = step.context_lens
-        query_starts[:] = np.arange(len(query_starts)) if rows is None else self._layout.tokens
+        if num_sequences < self._layout.sequences:
+            query_starts[:] = np.arange(len(query_starts)) if rows is None else self._layout.tokens
         query_starts[: num_sequences + 1] = step.query_starts
         if rows is not None and self.rows is not None:
             padded_rows[: len(rows)] = rows
-        for index, (buffer, table) in enumerate(zip(self._tables, step.tables, strict=True)):
+        for index, table in enumerate(step.tables):
             split = step.split_chunks(index)
             if split is not None:
                 table = split.table
                 chunk_context_lens[index][:num_sequences] = split.context_lens
-            copier.fill(buffer[: len(table), : table.shape[1]], table)
-        copier.fill(self._packed, packed)
+            if self._host is None:
+                copier.fill(self._tables[index][: len(table), : table.shape[1]], table)
+            else:
+                self._host_tables[index][: len(table), : table.shape[1]] = table
+        if self._host is None:
+            copier.fill(self._packed, packed)
 
 
 class CudaCapture:

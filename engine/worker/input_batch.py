@@ -25,6 +25,8 @@ from serve_llm.kernels.attention import Lengths
 
 LAST_SAMPLED = -1  # instead of an id: the id sampled last for this request, see `LastTokenIds`
 
+FEW_SEQUENCES = 8  # up to so many, a loop takes less time than operations on arrays
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -189,7 +191,12 @@ class InputBatch:
 
     def _append_ids(self, scheduled: Sequence[ScheduledTokens]) -> None:
         """Append the new ids of all requests at once."""
-        if not scheduled:
+        if len(scheduled) <= FEW_SEQUENCES:
+            for chunk in scheduled:
+                start = int(self._num_ids[chunk.req_index])
+                end = start + len(chunk.new_token_ids)
+                self._token_ids[chunk.req_index, start:end] = chunk.new_token_ids
+                self._num_ids[chunk.req_index] = end
             return
         indices = np.array([chunk.req_index for chunk in scheduled])
         counts = np.array([len(chunk.new_token_ids) for chunk in scheduled])

@@ -2,7 +2,8 @@
 
 In a step of a few tokens, most kernels take microseconds, and the code that chooses them, allocates their results and
 describes their tensors takes as long. A recorded step is a list of calls with their arguments. Repeating it reads and
-writes the same memory, so its inputs must be written to where they were.
+writes the same memory, so its inputs must be written to where they were. Kernels that follow each other are repeated by
+one call (repeat.cpp).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +21,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+
+
+Call = tuple[Callable[..., object], Sequence[Any]]
+Repeat = Callable[[Any, int], object]  # `serve_llm_repeat` in repeat.cpp
+
+
+class RecordedCall(ctypes.Structure):
+    """`RecordedCall` in repeat.cpp."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("integers", ctypes.c_int64 * 24),
+        ("floats", ctypes.c_float * 2),
+    )
 
 
 class BufferPool:
@@ -55,10 +71,13 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Results get their memory from a pool. As in the step itself, later calls may overwrite a result that no tensor of
     the step holds any more."""
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, repeat: Repeat | None = None) -> None:
+        """repeat: repeats several kernels; None if this processor has none."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pool = pool
-        self._calls: list[tuple[Callable[..., object], Sequence[Any]]] = []
+        self._repeat = repeat
+        self._calls: list[Call] = []
+        self._joined: list[Call] | None = None  # the same calls, those of kernels joined
         self._constants: list[Tensor] = []  # kernels may read their memory
 
     def add(self, kernel: Callable[..., object], arguments: Sequence[Any]) -> None:
@@ -88,8 +107,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def replay(self) -> None:
         """Repeat the calls."""
-        for kernel, arguments in self._calls:
-            kernel(*arguments)
+        if self._joined is None:
+            self._joined = _join_kernels(self._calls, self._repeat)
+        for call, arguments in self._joined:
+            call(*arguments)
 
     def _record(self, call: Callable[..., object], arguments: Sequence[Any]) -> None:
         self._calls.append((call, tree_map(self._pool.borrow, arguments)))
@@ -119,6 +140,47 @@ def _repeat(result: Any, operation: Callable[..., Any], options: Mapping[str, An
     """Overwrite the result of an operation, a tensor or several, by that of another call."""
     for old, new in zip(tree_leaves(result), tree_leaves(operation(*arguments, **options)), strict=True):
         old.copy_(new)
+
+
+def _join_kernels(calls: Sequence[Call], repeat: Repeat | None) -> list[Call]:
+    """Replace kernels that follow each other by one call of `repeat`. The original arguments must be kept."""
+    if repeat is None:
+        return list(calls)
+    joined: list[Call] = []
+    described = [(call, _describe(*call)) for call in calls]
+    for is_kernel, group in groupby(described, lambda one: one[1] is not None):
+        if is_kernel:
+            kernels = [kernel for _, kernel in group if kernel is not None]
+            joined.append((repeat, ((RecordedCall * len(kernels))(*kernels), len(kernels))))
+        else:
+            joined += [call for call, _ in group]
+    return joined
+
+
+def _describe(kernel: Any, arguments: Sequence[Any]) -> RecordedCall | None:
+    """Return the call in the form of repeat.cpp; None for an operation of torch, or for a kernel that takes more
+    arguments than the form has."""
+    types = getattr(kernel, "argtypes", None)
+    if types is None:
+        return None
+    described = RecordedCall(ctypes.cast(kernel, ctypes.c_void_p).value)
+    floats = [argument for one, argument in zip(types, arguments, strict=True) if one is ctypes.c_float]
+    others = [
+        _find_number(argument) for one, argument in zip(types, arguments, strict=True) if one is not ctypes.c_float
+    ]
+    if ctypes.c_double in types or len(floats) > len(described.floats) or len(others) > len(described.integers):
+        return None
+    described.floats[: len(floats)] = floats
+    described.integers[: len(others)] = others
+    return described
+
+
+def _find_number(argument: Any) -> int:
+    """Return an integer argument, or the address that it stands for."""
+    if argument is None:
+        return 0
+    structure = getattr(argument, "_obj", None)
+    return int(argument) if structure is None else ctypes.addressof(structure)
 
 
 def _copy_structure(argument: Any) -> Any:

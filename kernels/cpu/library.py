@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
-from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder
+from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder, RecordedCall
 
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")  # as the library numbers them, slowest first
 # The fastest variant that each value of oneDNN's variable allows, for these kernels as for torch's.
@@ -88,6 +88,7 @@ class Library:
         no variant that runs here, and ValueError if the variant is unknown, was not compiled, or does not run here."""
         self.compiled = ctypes.CDLL(str(path))
         check_sources(self.compiled, "problem", ctypes.sizeof(Problem))
+        check_sources(self.compiled, "recordedcall", ctypes.sizeof(RecordedCall))
         self._recorder: CallRecorder | None = None
         allowed = enumerate(allowed_variants(os.environ))
         runnable = [number for number, _ in allowed if self.compiled.serve_llm_supported(number)]
@@ -108,7 +109,8 @@ class Library:
     @contextmanager
     def record(self, pool: BufferPool) -> Iterator[CallRecorder]:
         """A context that records the kernels of this library that are called. pool: holds their results."""
-        with CallRecorder(pool) as recorder:
+        repeat = self.compiled.serve_llm_repeat if self.compiled.serve_llm_can_repeat() else None
+        with CallRecorder(pool, repeat) as recorder:
             self._recorder = recorder
             try:
                 yield recorder

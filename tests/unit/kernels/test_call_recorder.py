@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder
+from serve_llm.kernels.cpu.rows import RowKernels
+
+PATH = library.find()
 
 
 def record(compute: Callable[[], Tensor], pool: BufferPool | None = None) -> tuple[Tensor, CallRecorder]:
@@ -122,3 +126,52 @@ def test_kernels_get_copies_of_their_structures() -> None:
     pair.first = 9
     recorder.replay()
     assert seen == [(1, 2, 5)]
+
+
+@pytest.mark.skipif(PATH is None, reason="there are no compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("can_join", [True, False])
+def test_compiled_kernels_are_repeated_with_all_their_arguments(
+    dtype: torch.dtype, can_join: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take up to 22 integers and addresses, and floats between them; torch's operations keep their place."""
+    assert PATH is not None
+    compiled = library.Library(PATH)
+    if not can_join:
+        monkeypatch.setattr(compiled.compiled, "serve_llm_can_repeat", lambda: 0)
+    rows = RowKernels(compiled)
+    x = torch.randn(3, 96, dtype=dtype)
+    weight = torch.randn(96, dtype=dtype)
+    angles = (torch.randn(3, 8), torch.randn(3, 8))
+    slots = torch.tensor([5, 0, 9])
+
+    def compute() -> tuple[Tensor, Tensor]:
+        cache = torch.zeros(3, 2, 1, 4, 16, dtype=dtype)
+        total, normed = rows.add_rms_norm(x, rows.rms_norm(x, weight, 0.25), weight, 0.5)
+        query = rows.rope_and_cache(normed, 4, None, angles, cache, slots)
+        return rows.silu_and_mul(query.view(3, 64).neg()), torch.cat((cache.view(-1), total.view(-1)))
+
+    with torch.inference_mode(), compiled.record(BufferPool()) as recorder:
+        results = compute()
+    for _ in range(2):
+        x.normal_()
+        slots.copy_(slots.roll(1))
+        replay(recorder)
+        assert all(torch.equal(*pair) for pair in zip(results, compute(), strict=True))
+
+
+def test_a_kernel_with_more_arguments_than_the_form_has_is_called_by_itself() -> None:
+    kernel = ctypes.CFUNCTYPE(None, *(ctypes.c_int,) * 30)
+    given = []
+
+    def repeat(calls: object, count: int) -> None:
+        raise AssertionError("not joined")
+
+    @kernel
+    def collect(*arguments: int) -> None:
+        given.append(sum(arguments))
+
+    with torch.inference_mode(), CallRecorder(BufferPool(), repeat) as recorder:
+        recorder.add(collect, range(30))
+    recorder.replay()
+    assert given == [sum(range(30))]
