@@ -305,17 +305,18 @@ def _quantization(options: EngineOptions, stores_int8: bool, stores_integers: bo
 
 
 def _prefix_caching(options: EngineOptions, has_states: bool) -> bool:
-    """Also refuse options that need a prefix cache if there is none."""
-    if not has_states:
-        return options.enable_prefix_caching is not False
-    why = "this model has linear attention, whose states are not kept for prefixes"
-    if options.enable_prefix_caching:
-        raise OptionError(f"--prefix-caching: {why}; omit it")
-    if options.kv_offload_memory is not None:
-        raise OptionError(f"--kv-offload-memory needs prefix caching, but {why}; omit it")
-    if options.kv_events is not None:
-        raise OptionError(f"--kv-events-config needs prefix caching, but {why}; omit it")
-    return False
+    """Also refuse options that do not fit the prefix cache of a model with states."""
+    if has_states and options.kv_offload_memory is not None:
+        raise OptionError(
+            "--kv-offload-memory: this model has linear attention, and without the states, which stay on the device, "
+            "offloaded blocks are of no use; omit it"
+        )
+    if has_states and options.kv_events is not None:
+        raise OptionError(
+            "--kv-events-config: this model has linear attention, and the events do not say for which prefixes there "
+            "are states; omit it"
+        )
+    return options.enable_prefix_caching is not False
 
 
 def _speculation(

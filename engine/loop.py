@@ -27,13 +27,16 @@ from serve_llm.engine.scheduler.prompt_lookup import PromptLookup
 from serve_llm.engine.scheduler.recent_texts import RecentTextGroups
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.speculation import BatchDraftProposer, ModelSpeculator, Speculator, TextSpeculator
+from serve_llm.engine.scheduler.state_snapshots import StateSnapshots
 from serve_llm.engine.structured_output.builder import MatcherBuilder
 from serve_llm.engine.structured_output.manager import StructuredOutputManager
 from serve_llm.engine.worker.freed_memory import return_freed_memory
 from serve_llm.engine.worker.graph_sizes import list_decode_sizes
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
+BRANCHES_PER_STATE = 8  # a snapshot is worth its memory if it saves an 8th of the tokens whose KV takes as much
 PAUSE_SECONDS = 10.0  # another interactive request is expected within this time after the last one
 IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
 # Idle waits before freed memory is returned, and a GPU captures further steps, one after each wait. A request that
@@ -94,6 +97,7 @@ class EngineCore:
             max_loras=config.max_loras,
             offload=self._offload,
             recorder=self._recorder,
+            snapshots=_build_snapshots(self.kv_cache_config),
         )
         self._executor = executor
         self._clock = clock
@@ -306,6 +310,14 @@ def _build_speculator(
     assert draft_model is not None, "the draft model was not loaded"
     texts = TextDrafters(num_tokens, build_proposer, clock)
     return ModelSpeculator(num_tokens, draft_model, config.disable_by_batch_size, texts)
+
+
+def _build_snapshots(kv_cache_config: KVCacheConfig) -> StateSnapshots | None:
+    """None for a model without states, or without a prefix cache."""
+    if not kv_cache_config.max_snapshots:
+        return None
+    tokens_per_state = kv_cache_config.blocks_per_state * kv_cache_config.groups[0].block_size  # take as much memory
+    return StateSnapshots(kv_cache_config.num_snapshots, tokens_per_state // BRANCHES_PER_STATE)
 
 
 def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder | None) -> OffloadManager | None:

@@ -63,8 +63,7 @@ SLOW = (
     "%s is served by transformers' own code, the slow path: a dense model takes a fifth to a third longer than in "
     "code of our own, experts more (docs/transformers.md)"
 )
-STATES = "Prefix caching is off: linear attention keeps a state per sequence, which is not cached for prefixes"
-NO_GRAPHS = "its steps are not captured as CUDA graphs"
+NO_GRAPHS = "Steps with linear attention are not captured as CUDA graphs"
 
 
 def start_engine(
@@ -251,8 +250,8 @@ def resolve_config(
     )
     if isinstance(spec, TransformersSpec):
         logger.warning(SLOW, spec.architecture)
-    elif spec.has_states:
-        logger.info("%s", f"{STATES}; {NO_GRAPHS}" if config.device == "cuda" and not config.enforce_eager else STATES)
+    elif spec.has_states and config.device == "cuda" and not config.enforce_eager:
+        logger.info(NO_GRAPHS)
     _log_default_speculation(options, config, isinstance(spec, ModelSpec) and spec.has_states)
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)

@@ -195,8 +195,8 @@ class _Planner:
             memory -= local_ranks * (config.kv_offload_memory or 0)
             room = memory // local_ranks
             free = max(0, memory - local_ranks * weights)
-            request_bytes, state_bytes = blocks_per_request * empty.block_bytes, empty.max_states * empty.state_bytes
-            cache = kv_cache.default_cpu_bytes(request_bytes, local_ranks, free, state_bytes)
+            request_bytes = blocks_per_request * empty.block_bytes
+            cache = kv_cache.default_cpu_bytes(request_bytes, local_ranks, free, empty.most_state_bytes)
         else:
             room = int(memory * config.gpu_memory_utilization) - CUDA_CONTEXT_BYTES
             cache = max(0, room - weights - step)

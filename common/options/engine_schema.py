@@ -172,8 +172,7 @@ class EngineOptions:
     enable_prefix_caching: bool | None = option(
         None,
         parse_boolean,
-        "compute a prompt prefix once for all requests that share it (default: on, but off for models with linear "
-        "attention)",
+        "compute a prompt prefix once for all requests that share it (default: on)",
         flag="prefix_caching",
     )
     kv_offload_memory: int | None = option(

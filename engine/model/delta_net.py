@@ -13,7 +13,7 @@ from torch import Tensor
 from serve_llm.engine.model.attention import elements
 from serve_llm.engine.model.build import Forward, ModelBuilder, WeightSlice
 from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
-from serve_llm.engine.model.inputs import AttentionInputs
+from serve_llm.engine.model.inputs import AttentionInputs, StateCall
 from serve_llm.engine.model.spec import NormSpec
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.kernels.activation import silu
@@ -33,24 +33,34 @@ class GatedDeltaNet:
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x: (tokens, hidden_size) -> (tokens, hidden_size). Updates the sequences' states."""
-        step = inputs.step
-        assert step.state_slots is not None, "a step without slots for states"
+        calls = inputs.step.state_calls
+        assert calls, "a step without slots for states"
         channels = self.layer.conv.shape[1]
         projected = self.input_proj(x)
-        mixed = self.kernels.gated_delta_rule(
-            projected[:, :channels],
-            self.gates_proj(x),
-            self.layer,
-            inputs.cache,
-            step.state_slots,
-            step.query_starts,
-            step.context_lens,
-            drafts=step.state_drafts,
-            on_device=step.lengths,
-        )
+        gates = self.gates_proj(x)
+        parts = [self._advance(projected[:, :channels], gates, inputs.cache, call) for call in calls]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         normed = self.kernels.rms_norm(mixed, self.norm, self.norm_eps).flatten(1).float()
         gate = projected[:, channels:].float()
         return self.output_proj((normed * silu(gate)).to(x.dtype))
+
+    def _advance(self, qkv: Tensor, gates: Tensor, cache: Tensor, call: StateCall) -> Tensor:
+        """Compute a part of a step, and store a snapshot of the state at its end."""
+        first, end = call.tokens.start, call.tokens.stop
+        mixed = self.kernels.gated_delta_rule(
+            qkv[first:end],
+            gates[first:end],
+            self.layer,
+            cache,
+            call.slots,
+            call.query_starts,
+            call.context_lens,
+            drafts=call.drafts,
+            on_device=call.lengths,
+        )
+        if call.snapshot is not None:
+            cache[call.snapshot].copy_(cache[call.slots[-1]])
+        return mixed
 
 
 @dataclass(eq=False, repr=False)

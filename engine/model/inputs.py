@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,20 @@ NO_KV = KVGroupInputs(torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dty
 
 
 @dataclass(frozen=True)
+class StateCall:
+    """A part of a step with states, which ends where a snapshot of a state is stored: consecutive tokens of different
+    sequences, whose lists and lengths are as in `StepInputs`."""
+
+    tokens: range  # indices in the step
+    slots: list[int]
+    query_starts: list[int]
+    context_lens: list[int]
+    drafts: DraftCounts | None
+    lengths: Lengths | None
+    snapshot: int | None  # where to copy the state of the last slot to; None: nowhere
+
+
+@dataclass(frozen=True)
 class StepInputs:
     ids: Tensor  # (tokens,) int64
     positions: Tensor  # (tokens,) int64, counted from 0 in each sequence, or from LONG_ROPE_OFFSET
@@ -50,9 +64,15 @@ class StepInputs:
     groups: tuple[KVGroupInputs, ...]
     lengths: Lengths | None = None  # query_starts and context_lens on the device, for steps that may be captured
     token_types: Tensor | None = None  # (tokens,) int64, for models that have them
-    state_slots: list[int] | None = None  # slot of each sequence's states, in models with states
-    state_drafts: DraftCounts | None = None  # in models with states: None if there are none
+    state_calls: tuple[StateCall, ...] = ()  # in models with states, to be computed one after the other
     adapter_slots: Tensor | None = None  # (tokens,) int64, in captured steps with adapters: -1 for a token without one
+
+
+def add_states(inputs: StepInputs, slots: list[int], drafts: DraftCounts | None = None) -> StepInputs:
+    """Add the slots of the sequences' states, of which no snapshots are stored. drafts: None if there are none."""
+    tokens = range(len(inputs.ids))
+    call = StateCall(tokens, slots, inputs.query_starts, inputs.context_lens, drafts, inputs.lengths, None)
+    return replace(inputs, state_calls=(call,))
 
 
 class AttentionInputs(NamedTuple):

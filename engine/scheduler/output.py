@@ -49,6 +49,8 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_token_ids: list[int]  # added since this request was last scheduled
     logprobs_start: int | None = None  # report the known output ids after this position and later ones; None: none
     draft_ids: tuple[int, ...] = ()  # ids of the last tokens, which are not part of the request yet; only if `sample`
+    restored_snapshot: int | None = None  # the states at `start`, to be copied before the step
+    stored_snapshots: tuple[tuple[int, int], ...] = ()  # number of the tokens after which to copy the states, snapshot
 
     @property
     def num_samples(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from itertools import takewhile
 
 from serve_llm.engine.scheduler.block_pool import BlockKey, BlockPool
 from serve_llm.engine.scheduler.kv_events import KVEventRecorder
 from serve_llm.engine.scheduler.offload import OffloadManager
 from serve_llm.engine.scheduler.output import BlockCopy
 from serve_llm.engine.scheduler.sequence import RELEASED, KVCacheSpec, Sequence
+from serve_llm.engine.scheduler.state_snapshots import StateSnapshots
 
 OFFLOADED = -2  # a block table entry whose block is in host memory
 
@@ -32,25 +34,32 @@ class PrefixCache:
         enabled: bool,
         offload: OffloadManager | None = None,
         recorder: KVEventRecorder | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
-        """offload: receives evicted blocks. recorder: receives the events. Both need `enabled`."""
+        """offload: receives evicted blocks. recorder: receives the events. snapshots: of the states of models that have
+        them. All need `enabled`."""
         self._groups = groups
         self._pool = pool
         self._offload = offload
         self._recorder = recorder
-        if offload is not None or recorder is not None:
+        self._snapshots = snapshots
+        if offload is not None or recorder is not None or snapshots is not None:
             pool.on_eviction = self._on_eviction
         self._enabled = enabled and bool(groups)  # encoders have no KV
         self._smallest_block = min((group.block_size for group in groups), default=1)
         self._hit_step = max((group.block_size for group in groups), default=1)  # block sizes are powers of two
         self._blocks_per_token = sum(1 / group.block_size for group in groups)
         self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences are going to compute
+        if snapshots is not None:
+            snapshots.set_blocks(groups[0].block_size, self._hit_step)
 
     def _on_eviction(self, block: int, key: BlockKey) -> None:
         if self._recorder is not None:
             self._recorder.remove(key)
         if self._offload is not None:
             self._offload.save(block, key)
+        if self._snapshots is not None and key[0] == 0:
+            self._snapshots.drop(key[1])
 
     def find(self, sequence: Sequence) -> int:
         """Find the number of tokens in the longest prefix on the device or in host memory. Leaves at least one token to
@@ -68,7 +77,7 @@ class PrefixCache:
     def _find(self, sequence: Sequence, is_known: Callable[[BlockKey], bool]) -> int:
         if not self._enabled or sequence.needs_whole_prompt:
             return 0
-        hit = (sequence.num_delivered - 1) // self._hit_step * self._hit_step
+        hit = self._last_boundary(sequence)
         for index, group in enumerate(self._groups):
             if group.window is None:
                 known = 0
@@ -80,7 +89,10 @@ class PrefixCache:
         windows = [index for index, group in enumerate(self._groups) if group.window is not None]
         while hit and not all(is_known(key) for index in windows for key in self._keys(sequence, index, hit)):
             hit -= self._hit_step
-        return hit
+        return hit if self._snapshots is None else self._snapshots.find(sequence, hit)
+
+    def _last_boundary(self, sequence: Sequence) -> int:
+        return (sequence.num_delivered - 1) // self._hit_step * self._hit_step
 
     def _first_block(self, index: int, hit: int) -> int:
         """The first block that a group needs to continue after `hit` tokens."""
@@ -190,6 +202,8 @@ class PrefixCache:
         """Whether a running sequence will compute the block after the hit."""
         if not self._enabled or sequence.needs_whole_prompt:
             return False
+        if self._snapshots is not None:
+            return self._snapshots.will_extend(sequence, hit, self._last_boundary(sequence))
         size = self._groups[0].block_size
         index = hit // size
         if (index + 1) * size > sequence.num_prompt:
@@ -197,9 +211,21 @@ class PrefixCache:
         return self._pending[0, sequence.block_hashes(size, index + 1)[index]] > 0
 
     def begin(self, sequence: Sequence) -> None:
+        if self._snapshots is not None and self._enabled:
+            self._snapshots.begin(sequence, self._last_boundary(sequence), self._count_known(sequence))
         self._pending.update(self._to_compute(sequence))
 
+    def _count_known(self, sequence: Sequence) -> int:
+        """Count the tokens at the start of a sequence whose blocks of group 0 are cached or being computed."""
+        size = self._groups[0].block_size
+        hashes = sequence.block_hashes(size, self._last_boundary(sequence) // size)
+        keys = [(0, block_hash) for block_hash in hashes]
+        known = takewhile(lambda key: self._pool.is_cached(key) or self._pending[key] > 0, keys)
+        return size * sum(1 for _ in known)
+
     def end(self, sequence: Sequence) -> None:
+        if self._snapshots is not None:
+            self._snapshots.end(sequence)
         self._pending.subtract(self._to_compute(sequence))
         self._pending += Counter()  # drops zero counts
 
@@ -227,6 +253,8 @@ class PrefixCache:
                 if index == 0 and (number + 1) * group.block_size <= sequence.num_prompt:
                     self._pending[0, hashes[number]] -= 1
         self._record(sequence, new)
+        if self._snapshots is not None:
+            self._snapshots.commit(sequence)
 
     def check_integrity(self, running: Items[Sequence]) -> None:
         """Raise AssertionError unless the pending blocks are exactly those that running sequences have yet to
@@ -235,3 +263,5 @@ class PrefixCache:
         assert +self._pending == expected, "pending prefix blocks differ from those being computed"
         if self._offload is not None:
             self._offload.check_integrity()
+        if self._snapshots is not None:
+            self._snapshots.check_integrity(running, lambda block_hash: self._pool.is_cached((0, block_hash)))

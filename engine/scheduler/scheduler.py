@@ -29,6 +29,7 @@ from serve_llm.engine.scheduler.results import add_result
 from serve_llm.engine.scheduler.running import RunningSequences
 from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence
 from serve_llm.engine.scheduler.speculation import Speculator
+from serve_llm.engine.scheduler.state_snapshots import StateSnapshots
 
 
 class Scheduler:
@@ -50,11 +51,11 @@ class Scheduler:
         max_loras: int = 0,
         offload: OffloadManager | None = None,
         recorder: KVEventRecorder | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
-        """max_chunk: most tokens of one sequence in one step; bounds the blocks that a sliding window holds.
-        async_scheduling: schedule a sequence again while it is in flight; workers already have the id that they
-        sampled. long_rope_threshold: see `ModelSpec`. whole_prompts: compute each prompt in one step, as encoders need.
-        speculator: proposes drafts. max_loras: adapters that workers hold. offload, recorder: see `PrefixCache`."""
+        """max_chunk: most tokens of one sequence in a step. async_scheduling: schedule a sequence again while it is in
+        flight; workers have the id that they sampled. long_rope_threshold: see `ModelSpec`. whole_prompts: compute each
+        prompt in one step, as encoders need. max_loras: adapters that workers hold. The others: see `PrefixCache`."""
         self._groups = tuple(groups)
         self._pool = BlockPool(num_blocks)
         self._max_model_len = max_model_len
@@ -64,7 +65,7 @@ class Scheduler:
         self._speculator = speculator
         self._max_num_seqs = max_num_seqs
         self._long_rope_threshold = long_rope_threshold
-        self._prefix_cache = PrefixCache(self._groups, self._pool, prefix_caching, offload, recorder)
+        self._prefix_cache = PrefixCache(self._groups, self._pool, prefix_caching, offload, recorder, snapshots)
         self._has_windows = any(group.window is not None for group in groups)
         self._sequences: dict[int, Sequence] = {}  # by request id
         self._waiting = WaitingQueue()
@@ -396,5 +397,4 @@ class Scheduler:
         assert all(sequence.req_index is None and not any(sequence.block_tables) for sequence in self._waiting)
         live = {s.request.id for s in [*self._running, *self._waiting] if not s.is_finished}
         assert live == set(self._sequences), "a sequence is lost"
-        num_of_batches = sum(sequence.is_of_batch for sequence in self._sequences.values())
-        assert self._num_before_batches == len(live) - num_of_batches, "the count of other sequences is wrong"
+        assert self._num_before_batches == sum(not one.is_of_batch for one in self._sequences.values()), "miscounted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -66,7 +67,9 @@ class Sequence:
         "queued_seconds",
         "req_index",
         "request",
+        "restored_snapshot",
         "sampling",
+        "snapshots",
         "stored_keys",
         "token_ids",
         "unsent_blocks",
@@ -112,6 +115,8 @@ class Sequence:
         self.unsent_blocks: tuple[list[int], ...] = ()  # per block table: entries that the workers lack
         self.num_sent_ids = 0  # token ids that the workers have
         self.stored_keys: list[BlockKey] | None = None  # blocks read from the store for it; None: not looked up
+        self.restored_snapshot: int | None = None  # the states after num_computed tokens; for the next step
+        self.snapshots: list[tuple[int, int]] = []  # to be stored for its prefixes: position, number; ascending
         self.uses_long_rope = False  # KV is computed with the long RoPE factors
         self._long_rope_threshold = long_rope_threshold
         self._block_hashes: dict[int, list[bytes]] = {group.block_size: [] for group in groups}
@@ -301,9 +306,25 @@ class Sequence:
         logprobs_start = None
         if sampling.logprobs is not None and self.num_delivered < num_ids:
             logprobs_start = max(start, self.num_delivered - 1)
+        restored, self.restored_snapshot = self.restored_snapshot, None
         return ScheduledTokens(
-            self.req_index, start, count + num_drafts, new_blocks, sample, new_token_ids, logprobs_start, tuple(drafts)
+            self.req_index,
+            start,
+            count + num_drafts,
+            new_blocks,
+            sample,
+            new_token_ids,
+            logprobs_start,
+            tuple(drafts),
+            restored,
+            tuple(self._list_stored(start, start + count)) if self.snapshots else (),
         )
+
+    def _list_stored(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """List the snapshots to store while computing the tokens from `start` to `end`."""
+        for position, number in self.snapshots:
+            if start < position <= end:
+                yield position - start, number
 
     def _take_unsent_blocks(self) -> tuple[list[int], ...]:
         """Per group, the block table entries that the workers lack. Released ones are never read, so any block number

@@ -6,12 +6,14 @@ the fewest bytes. Ranks agree on the tokens per block and on the number of block
 KV heads and layers of a rank.
 
 If sequences also have states, each running one has a slot for them. The number of slots is derived from that of blocks,
-so ranks agree on it too: `--max-num-seqs`, unless they would take more memory than the blocks.
+so ranks agree on it too: `--max-num-seqs`, unless they would take more memory than the blocks. The same holds for
+snapshots of states, from which prefixes are continued, of which there may be MIN_SNAPSHOTS or more.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ CPU_SHARE = 0.4  # largest fraction of the free memory without --kv-cache-memory
 CPU_CONCURRENCY = 16  # requests of full length that fit into the default CPU cache, memory permitting
 RANK_BYTES = 128 << 20  # used by Python and torch in each worker process
 CPU_SMALLEST = 256 << 20  # bytes; smallest default cache on a CPU
+MIN_SNAPSHOTS = 16  # for which there is room, memory permitting, even if fewer sequences run at a time
 SLOTS_OFFSET = 4096  # bytes before the slots in shared memory
 
 
@@ -47,7 +50,8 @@ class KVCacheConfig:
     num_slots: int = 0  # slots in host memory for evicted blocks
     state_bytes: int = 0  # a sequence's states on this rank
     max_states: int = 0  # maximum number of sequences with states; 0: the model has none
-    blocks_per_state: int = 1  # the cache has at least this many blocks for each sequence with states
+    max_snapshots: int = 0  # maximum number of snapshots of states; 0: without a prefix cache
+    blocks_per_state: int = 1  # the cache has at least this many blocks for each sequence with states, or snapshot
 
     @property
     def num_states(self) -> int:
@@ -55,8 +59,18 @@ class KVCacheConfig:
         return min(self.max_states, max(1, self.num_blocks // self.blocks_per_state))
 
     @property
+    def num_snapshots(self) -> int:
+        """Slots for snapshots of states, after the others."""
+        return min(self.max_snapshots, self.num_blocks // self.blocks_per_state)
+
+    @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes + self.num_states * self.state_bytes
+        return self.num_blocks * self.block_bytes + (self.num_states + self.num_snapshots) * self.state_bytes
+
+    @property
+    def most_state_bytes(self) -> int:
+        """Bytes of as many states and snapshots as there may be."""
+        return (self.max_states + self.max_snapshots) * self.state_bytes
 
     def count_sequences(self, max_num_seqs: int) -> int:
         """Maximum number of running sequences. max_num_seqs: value of the option."""
@@ -64,12 +78,9 @@ class KVCacheConfig:
 
     def fill(self, num_bytes: int) -> KVCacheConfig:
         """The same with as many blocks as fit into `num_bytes` together with their states."""
-        share = self.blocks_per_state * self.block_bytes + self.state_bytes
-        num_states = min(self.max_states, max(1, num_bytes // share))
-        num_blocks = max(0, num_bytes - num_states * self.state_bytes) // self.block_bytes
-        if num_states < self.max_states:
-            num_blocks = min(num_blocks, (num_states + 1) * self.blocks_per_state - 1)
-        return replace(self, num_blocks=num_blocks)
+        candidates = range(num_bytes // self.block_bytes + 1)
+        fitting = bisect_right(candidates, num_bytes, key=lambda number: replace(self, num_blocks=number).num_bytes)
+        return replace(self, num_blocks=max(0, fitting - 1))
 
     def blocks_per_request(self, num_tokens: int, max_chunk: int) -> int:
         """Maximum number of blocks that one request of `num_tokens` holds at a time."""
@@ -83,6 +94,7 @@ class StateSizes:
     of_model: int  # bytes of a sequence's states in all layers
     of_rank: int  # bytes of those in the rank's layers
     max_num_seqs: int
+    max_snapshots: int = 0
 
 
 def find_state_sizes(spec: ModelSpec, shard: Shard, config: Config) -> StateSizes | None:
@@ -91,7 +103,8 @@ def find_state_sizes(spec: ModelSpec, shard: Shard, config: Config) -> StateSize
         return None
     whole = Shard(ParallelLayout(), 0, range(len(spec.layers)))
     of_model, of_rank = (one.count_state_bytes(spec, config.num_drafts) for one in (whole, shard))
-    return StateSizes(of_model, of_rank, config.max_num_seqs)
+    max_snapshots = max(MIN_SNAPSHOTS, config.max_num_seqs) if config.enable_prefix_caching else 0
+    return StateSizes(of_model, of_rank, config.max_num_seqs, max_snapshots)
 
 
 class HostMemory(msgspec.Struct, frozen=True):
@@ -161,6 +174,7 @@ def plan_cache(
             kv_cache_config,
             state_bytes=states.of_rank,
             max_states=states.max_num_seqs,
+            max_snapshots=states.max_snapshots,
             blocks_per_state=blocks_per_state,
         )
     return kv_cache_config.fill(num_bytes)
@@ -188,7 +202,7 @@ def default_cpu_bytes(request_bytes: int, local_ranks: int, free: int, state_byt
     """Bytes of one rank's KV cache on a CPU without --kv-cache-memory.
 
     request_bytes: KV of one request of full length. local_ranks: ranks that share this host's memory. free: bytes of
-    free memory once all weights are loaded. state_bytes: of all sequences that may run.
+    free memory once all weights are loaded. state_bytes: of all states and snapshots that there may be.
     """
     wanted = max(CPU_CONCURRENCY * request_bytes + state_bytes, CPU_SMALLEST // local_ranks)
     return min(wanted, int(CPU_SHARE * free) // local_ranks)
@@ -259,8 +273,11 @@ def states_lines(kv_cache_config: KVCacheConfig) -> list[str]:
     """Empty for a model without states."""
     if not kv_cache_config.max_states:
         return []
-    sizes = f"{kv_cache_config.num_states} of {format_bytes(kv_cache_config.state_bytes)} per rank"
-    return [f"States of linear attention, one for each running sequence: {sizes}"]
+    size = f"of {format_bytes(kv_cache_config.state_bytes)} per rank"
+    lines = [f"States of linear attention, one for each running sequence: {kv_cache_config.num_states} {size}"]
+    if kv_cache_config.max_snapshots:
+        lines.append(f"Snapshots of states, one for each cached prefix: {kv_cache_config.num_snapshots} {size}")
+    return lines
 
 
 def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:

@@ -57,7 +57,7 @@ def allocate_cache(
     states: Mapping[int, int] = NO_STATES,
 ) -> list[Tensor]:
     """One strided view (blocks, parts, kv_heads, block_size, head_dim) per layer, in layer order, into one flat buffer;
-    for a layer with states a tensor of its own, (sequences, numbers) float32.
+    for a layer with states a tensor of its own, (sequences and snapshots, numbers) float32.
 
     Parts are keys and values, or latent rows that are both. In an int8 cache the last dimension includes the scales. On
     a CPU, a large buffer in huge pages is not filled: parts that are never written are never read and take no memory. A
@@ -73,9 +73,9 @@ def allocate_cache(
             buffer.fill_(0)
     elif device.type == "cuda":
         buffer.fill_(0)
+    num_slots = kv_cache_config.num_states + kv_cache_config.num_snapshots
     caches = {
-        layer: torch.empty((kv_cache_config.num_states, count), dtype=torch.float32, device=device)
-        for layer, count in states.items()
+        layer: torch.empty((num_slots, count), dtype=torch.float32, device=device) for layer, count in states.items()
     }
     for group, group_spec in zip(groups, kv_cache_config.groups, strict=True):
         block_size = group_spec.block_size

@@ -17,7 +17,7 @@ from torch import Tensor
 from serve_llm.common.errors import EngineError
 from serve_llm.common.types import TokenLogprobs
 from serve_llm.engine.config import Config
-from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.inputs import StepInputs, add_states
 from serve_llm.engine.model.lora_mapping import spread_slots
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.sampling.choose import build_sampler
@@ -68,7 +68,9 @@ class ModelRunner:
         self._config = config
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
-        self._states = StateProgress(config.max_num_seqs) if kv_cache_config.max_states else None
+        self._states: StateProgress | None = None
+        if kv_cache_config.max_states:
+            self._states = StateProgress(config.max_num_seqs, caches, kv_cache_config.num_states)
         self._needs_device_lengths = device.type != "cpu" or decoder.capturable
         self._input_batch = InputBatch(kv_cache_config.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
@@ -170,7 +172,7 @@ class ModelRunner:
         """Copy the inputs of an eager step to the device."""
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         if self._states is not None:
-            inputs = self._states.begin_step(inputs, scheduled)
+            inputs = self._states.begin_step(inputs, scheduled, self._copier.to_device)
         token_types = self._input_batch.find_token_types(scheduled)
         if token_types is not None:
             inputs = replace(inputs, token_types=self._copier.to_device(token_types))
@@ -215,7 +217,7 @@ class ModelRunner:
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         if self._decoder.capturable:  # the lists are upper bounds, with which attention takes the most memory
             inputs = replace(inputs, context_lens=[self._config.max_model_len] * len(inputs.context_lens))
-        inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))  # read only by models with states
+        inputs = add_states(inputs, [0] * len(inputs.context_lens))  # read only by models with states
         if not self._shard.is_last:
             self._decoder.forward(inputs, self.caches)
             return

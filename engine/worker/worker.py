@@ -302,8 +302,8 @@ class Worker:
                 kv_cache.check_free(config.kv_cache_memory, local_ranks, free)
                 return plan(config.kv_cache_memory)
             num_blocks = empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
-            state_bytes = empty.max_states * empty.state_bytes
-            return plan(kv_cache.default_cpu_bytes(num_blocks * empty.block_bytes, local_ranks, free, state_bytes))
+            request_bytes = num_blocks * empty.block_bytes
+            return plan(kv_cache.default_cpu_bytes(request_bytes, local_ranks, free, empty.most_state_bytes))
         one_block = replace(empty, num_blocks=1)  # holds all tokens of the measured steps
         adapter_bytes = self._adapter_bytes
         if self._adapters is not None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from serve_llm.common.hub import resolve_model
@@ -30,13 +31,40 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def converse(url: str, num_turns: int) -> tuple[list[str], list[int], list[int]]:
+    """Return the answers of a conversation, and the numbers of tokens of each prompt: all, and those from the cache."""
+    messages: list[dict[str, str]] = []
+    answers, prompts, cached = [], [], []
+    for turn in range(num_turns):
+        messages.append({"role": "user", "content": f"{turn}. Write a function that adds {turn} numbers."})
+        body = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+        answers.append(reply["choices"][0]["message"]["content"])
+        prompts.append(reply["usage"]["prompt_tokens"])
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+        messages.append({"role": "assistant", "content": "def add(*numbers): return sum(numbers)"})
+    return answers, prompts, cached
+
+
+def test_a_conversation_continues_from_states(directory: Path) -> None:
+    with Daemon(str(directory), *SMALL, "--no-prefix-caching") as daemon:
+        plain, _, none = converse(daemon.wait_until_serving(), 4)
+    assert not any(none)
+    with Daemon(str(directory), *SMALL) as daemon:
+        answers, prompts, cached = converse(daemon.wait_until_serving(), 4)
+        hits = daemon.metrics()["serve_llm_prefix_cache_hits_total"]
+    assert answers == plain
+    assert cached == [0, *((count - 1) // 16 * 16 for count in prompts[:-1])]
+    assert hits == sum(cached)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [(), ("--speculative-config", "ngram")], ids=["plain", "drafts"])
 def test_streams_survive_their_engine(drafts: tuple[str, ...], directory: Path) -> None:
     bodies = mixed(12)
     with Daemon(str(directory), *SMALL) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), bodies).finish()
-        daemon.wait_until_logged("Prefix caching is off: linear attention")
+        daemon.wait_until_logged("Snapshots of states, one for each cached prefix")
     with Daemon(str(directory), *SMALL, "--data-parallel-size", "2", *drafts) as daemon:
         daemon.wait_until_serving()
         streams = Streams(daemon.url, bodies)

@@ -166,7 +166,9 @@ def test_what_cannot_work_is_refused_by_name(pair: str, option: str, message: st
 
 
 def test_events_of_the_prefix_cache_are_refused_by_name(directory: Path) -> None:
-    with pytest.raises(OptionError, match=r"^--kv-events-config needs prefix caching, but this model has linear"):
+    with pytest.raises(
+        OptionError, match=r"^--kv-events-config: this model has linear attention, and the events do not"
+    ):
         make_engine(directory, kv_events_config='{"enable_kv_cache_events": true}')
 
 
@@ -179,12 +181,12 @@ def test_it_is_no_draft_model(directory: Path, tmp_path: Path) -> None:
         make_engine(tmp_path, speculative_config=speculation)
 
 
-def test_the_log_says_that_prefix_caching_is_off(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_how_many_states_there_are(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     engine = make_engine(directory)
-    assert "Prefix caching is off: linear attention keeps a state per sequence" in caplog.text
     assert "Prompt lookup is off, because its gain with linear attention has not been measured" in caplog.text
     assert f"one for each running sequence: {engine.kv_cache_config.num_states} of " in caplog.text
+    assert f"one for each cached prefix: {engine.kv_cache_config.num_snapshots} of " in caplog.text
 
 
 def test_stacks_of_experts_and_layers_for_drafts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
-from serve_llm.engine.model.inputs import ChunkInputs, KVGroupInputs, StepInputs
+from serve_llm.engine.model.inputs import ChunkInputs, KVGroupInputs, StepInputs, add_states
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import MLASpec, ModelSpec
@@ -96,8 +96,8 @@ class Harness:
             query_starts=query_starts,
             context_lens=[self.lengths[sequence] for sequence in chunks],
             groups=tuple(self._group(number, positions) for number in range(len(self.spec.kv_groups))),
-            state_slots=[63 - sequence for sequence in chunks],
         )
+        inputs = add_states(inputs, [63 - sequence for sequence in chunks])
         logprobs = self.decoder.logits(self.decoder.forward(inputs, self.caches)).float().log_softmax(-1)
         return dict(zip(chunks, logprobs.split([len(ids) for ids in chunks.values()]), strict=True))
 

@@ -24,19 +24,13 @@ REFUSALS: list[tuple[str, str, str]] = [
 # The pair, an option for a model with linear attention, and the error. `OPTIONS` has the values.
 REFUSED_OPTIONS: list[tuple[str, str, str]] = [
     (
-        "prefix cache + linear attention",
-        "enable_prefix_caching",
-        "--prefix-caching: this model has linear attention, whose states are not kept for prefixes; omit it",
-    ),
-    (
         "KV offload + linear attention",
         "kv_offload_memory",
-        "--kv-offload-memory needs prefix caching, but this model has linear attention, whose states are not kept for "
-        "prefixes; omit it",
+        "--kv-offload-memory: this model has linear attention, and without the states, which stay on the device, "
+        "offloaded blocks are of no use; omit it",
     ),
 ]
 OPTIONS: dict[str, object] = {
-    "enable_prefix_caching": True,
     "kv_offload_memory": "1MiB",
 }
 FIELDS: dict[str, object] = {

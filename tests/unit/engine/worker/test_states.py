@@ -74,9 +74,9 @@ def test_where_a_step_starts_tells_how_many_drafts_were_accepted() -> None:
     inputs = StepInputs(torch.empty(0), torch.empty(0), [], [], ())
 
     def begin(*chunks: ScheduledTokens) -> DraftCounts | None:
-        step = states.begin_step(inputs, chunks)
-        assert step.state_slots == [one.req_index for one in chunks]
-        return step.state_drafts
+        (call,) = states.begin_step(inputs, chunks, torch.from_numpy).state_calls
+        assert call.slots == [one.req_index for one in chunks]
+        return call.drafts
 
     assert begin(chunk(0, 5)) is None
     assert begin(chunk(5, 4, 3)) == DraftCounts([0], [3])  # 1 token, 3 drafts
@@ -87,6 +87,50 @@ def test_where_a_step_starts_tells_how_many_drafts_were_accepted() -> None:
     assert begin(chunk(20, 3, 2)) == DraftCounts([0], [2])
     with pytest.raises(AssertionError, match="a step must start after"):
         begin(chunk(24, 1))
+
+
+def test_a_step_is_divided_where_snapshots_are_stored() -> None:
+    caches = [torch.zeros(4 + 3, 5), torch.zeros(2, 2, 1, 8, 4)]
+    caches[0][4 + 2] = 7.0
+    states = StateProgress(4, caches, first_snapshot=4)
+    lengths = torch.tensor([0, 4, 14, 17]), [4, 26, 12]
+    inputs = StepInputs(torch.empty(17), torch.empty(17), lengths[0].tolist(), lengths[1], ())
+    steps = [
+        ScheduledTokens(0, 0, 4, (), False, []),
+        ScheduledTokens(2, 16, 10, (), False, [], restored_snapshot=2, stored_snapshots=((8, 1), (10, 0))),
+        ScheduledTokens(1, 9, 3, (), True, []),
+    ]
+    first, second, third = states.begin_step(inputs, steps, torch.from_numpy).state_calls
+    assert caches[0][2].tolist() == [7.0] * 5 and not caches[0][:2].any()
+    assert (first.tokens, first.slots, first.query_starts, first.context_lens) == (
+        range(12),
+        [0, 2],
+        [0, 4, 12],
+        [4, 24],
+    )
+    assert (second.tokens, second.slots, second.query_starts, second.context_lens) == (range(12, 14), [2], [0, 2], [26])
+    assert (third.tokens, third.slots, third.query_starts, third.context_lens) == (range(14, 17), [1], [0, 3], [12])
+    assert [call.snapshot for call in (first, second, third)] == [5, 4, None]
+
+
+def test_drafts_are_behind_a_snapshot() -> None:
+    """Those of the step before are accepted in front of it, and those of this step are not part of a state."""
+    states = StateProgress(4, [], first_snapshot=4)
+    inputs = StepInputs(torch.empty(4), torch.empty(4), [0, 4], [20], ())
+    states.begin_step(inputs, [chunk(10, 4, 3)], torch.from_numpy)
+    step = [ScheduledTokens(1, 13, 7, (), True, [], draft_ids=(1, 2), stored_snapshots=((3, 0), (5, 1)))]
+    inputs = StepInputs(torch.empty(7), torch.empty(7), [0, 7], [20], ())
+    first, second = states.begin_step(inputs, step, torch.from_numpy).state_calls
+    assert (first.tokens, first.context_lens, first.drafts) == (range(3), [16], DraftCounts([2], [0]))
+    assert (second.tokens, second.context_lens, second.drafts) == (range(3, 7), [20], DraftCounts([0], [2]))
+
+
+def test_without_a_prefix_cache_there_are_no_snapshots() -> None:
+    config = replace(CONFIG, enable_prefix_caching=False)
+    sizes = find_state_sizes(SPEC, build_shard(SPEC, ParallelLayout(), 0), config)
+    assert sizes is not None and sizes.max_snapshots == 0
+    assert plan(10 << 20).num_snapshots == kv_cache.MIN_SNAPSHOTS
+    assert plan(10 << 20, max_num_seqs=40).num_snapshots == 40
 
 
 def test_states_take_at_most_about_as_much_memory_as_blocks() -> None:
@@ -126,7 +170,7 @@ def test_each_layer_has_its_cache() -> None:
     counts = {index: shard.count_state(mixer) for index, mixer in shard.list_delta_nets(SPEC).items()}
     caches = allocate_cache(kv_cache_config, shard.kv_groups(SPEC), torch.bfloat16, torch.device("cpu"), counts)
     assert [cache.dtype for cache in caches] == [torch.float32, torch.bfloat16, torch.float32]
-    assert caches[0].shape == (kv_cache_config.num_states, MIXER.count_state(6, 3))
+    assert caches[0].shape == (kv_cache_config.num_states + kv_cache_config.num_snapshots, MIXER.count_state(6, 3))
 
 
 def test_the_log_says_how_many_sequences_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,6 +178,7 @@ def test_the_log_says_how_many_sequences_run(caplog: pytest.LogCaptureFixture) -
         kv_cache.check_capacity(plan(10 << 20), max_model_len=64, max_chunk=16, device="cpu")
     assert [record.getMessage() for record in caplog.records] == [
         "States of linear attention, one for each running sequence: 4 of 0.01 MiB per rank",
+        "Snapshots of states, one for each cached prefix: 16 of 0.01 MiB per rank",
         "CPU KV cache size: 256 tokens",
         "Maximum concurrency for 64 tokens per request: 4.00x",
     ]
