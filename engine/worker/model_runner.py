@@ -36,7 +36,7 @@ from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors, finish_after
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.sampled_tokens import NOT_FINITE, add_sampled_tokens, apply_masks, find_sampled_rows
-from serve_llm.engine.worker.state_progress import StateProgress
+from serve_llm.engine.worker.state_progress import build_state_progress
 
 MAX_SPLIT_TOKENS = 32  # maximum tokens of a sequence in a decode step; more are cheaper as a prompt
 
@@ -68,9 +68,7 @@ class ModelRunner:
         self._config = config
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
-        self._states: StateProgress | None = None
-        if kv_cache_config.max_states:
-            self._states = StateProgress(config.max_num_seqs, caches, kv_cache_config.num_states)
+        self._states = build_state_progress(config.max_num_seqs, caches, kv_cache_config)
         self._needs_device_lengths = device.type != "cpu" or decoder.capturable
         self._input_batch = InputBatch(kv_cache_config.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)

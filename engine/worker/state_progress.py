@@ -15,6 +15,7 @@ from torch import Tensor
 
 from serve_llm.engine.model.inputs import StateCall, StepInputs, add_states
 from serve_llm.engine.scheduler.output import ScheduledTokens
+from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.delta_rule import DraftCounts
 
@@ -81,6 +82,15 @@ class StateProgress:
         self._num_drafts[index] = len(chunk.draft_ids)
         self._num_tokens[index] = chunk.start + chunk.count - len(chunk.draft_ids)
         return num_accepted
+
+
+def build_state_progress(
+    max_num_seqs: int, caches: Sequence[Tensor], kv_cache_config: KVCacheConfig
+) -> StateProgress | None:
+    """None for models without states."""
+    if not kv_cache_config.max_states:
+        return None
+    return StateProgress(max_num_seqs, caches, kv_cache_config.num_states)
 
 
 @dataclass
