@@ -109,7 +109,8 @@ class EngineOptions:
         parse_quantization,
         "auto: as the checkpoint is stored; int8, fp8: quantize the layers' weights to 8 bits while loading, with int8 "
         "the LM head too, and the activations per row while computing (int8 on a CPU, fp8 on a GPU in bfloat16); int4: "
-        "quantize the layers' weights to 4 bits with a scale per 64, 32 or 128 inputs, and the LM head as int8 does; "
+        "quantize the layers' weights to 4 bits with a scale per 64, 32 or 128 inputs, and on a CPU in bfloat16 the LM "
+        "head too (elsewhere to 8 bits); "
         "the name of the format that the checkpoint is stored in, such as awq, means auto",
         metavar="|".join(QUANTIZATIONS),
     )

@@ -290,7 +290,7 @@ class ModelBuilder:
             return self.kernels.pack_fp8(*fp8.quantise(_concatenate(dense)), bias)
         form = self._find_form_at_load(names)
         if form is not None:
-            rounded = merge_rows([self._quantise(one, form) for one in dense])
+            rounded = merge_rows([self.quantise(one, form) for one in dense])
             return self.kernels.pack_grouped(rounded, bias, self.dtype)
         if not self._is_int8(names):
             return self.kernels.pack(dense[0], bias, dense[1:])
@@ -317,7 +317,8 @@ class ModelBuilder:
             return self.kernels.pack_stored_fp8(weight, bias, self.dtype)
         return self.kernels.pack_grouped(replace(weight, input_scale=None), bias, self.dtype)
 
-    def _quantise(self, weight: Tensor, form: GroupQuantForm) -> GroupQuantWeight:
+    def quantise(self, weight: Tensor, form: GroupQuantForm) -> GroupQuantWeight:
+        """Round a weight as `--quantization` says."""
         if form.is_float8:
             return fp8.quantise_codes(weight)
         return int4.quantise(weight, form.group_size, self.kernels.quantise_int4)

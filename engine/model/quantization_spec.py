@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LINEAR_LAYERS = frozenset(
     {"q", "k", "v", "z", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
@@ -65,13 +65,22 @@ class GroupQuantSpec:
     in_checkpoint: bool  # the checkpoint stores them so; otherwise they are quantised while loading
     default: GroupQuantForm | None
     others: Mapping[str, GroupQuantForm | None] = field(default_factory=dict, hash=False)  # by linear layer
-    embedding: GroupQuantForm | None = None  # None: its weight is not stored as integers
+    embedding: GroupQuantForm | None = None  # None: its weight does not consist of integers
     head: GroupQuantForm | None = None  # for the LM head, if it is not tied to the embedding
 
     @property
     def is_float8(self) -> bool:
         """Whether all quantised layers have 8-bit floats."""
         return all(form.is_float8 for form in self.layer_forms)
+
+    @property
+    def rounds_to_int4(self) -> bool:
+        """Whether weights are rounded to 4 bits while loading."""
+        return not self.in_checkpoint and not self.is_float8
+
+    def with_tables(self, is_tied: bool) -> GroupQuantSpec:
+        """The same with the LM head, and an embedding that is tied to it, in the form of the layers."""
+        return replace(self, head=self.default, embedding=self.default if is_tied else None)
 
     @property
     def layer_forms(self) -> list[GroupQuantForm]:

@@ -306,32 +306,32 @@ class ModelSpec:
         return self.grouped is not None and self.grouped.in_checkpoint and not self.grouped.is_float8
 
     def with_int4(self, group_size: int) -> ModelSpec:
-        """Run linear layers with 4-bit weights and the LM head in int8, quantised while loading unless stored as
-        integers."""
+        """Run linear layers with 4-bit weights and the LM head in int8, unless the checkpoint stores integers."""
         if self.stores_integers:
             return self
         form = GroupQuantForm(4, group_size, has_zeros=True)
         return replace(self, grouped=GroupQuantSpec(in_checkpoint=False, default=form), int8_lm_head=self.lm_head)
 
     def with_packed_tables(self, rounds: bool) -> ModelSpec:
-        """Hold the LM head, and an embedding tied to it, in 8 bits if the layers are quantised: as the checkpoint
-        stores them, or else, if `rounds`, in int8."""
+        """Hold the LM head, and an embedding tied to it, in few bits if the layers are quantised: as the checkpoint
+        stores them, or else, if `rounds`, in 4 bits like layers that are rounded to 4 bits, or in int8."""
+        if rounds and self.lm_head and self.grouped is not None and self.grouped.rounds_to_int4:
+            return replace(self, grouped=self.grouped.with_tables(self.tie_word_embeddings), int8_lm_head=False)
         is_quantised = self.int8 is not None or self.fp8 or self.grouped is not None
-        rounds_head = rounds and is_quantised and self.lm_head and self.head_form is None
-        is_int8 = self.int8_lm_head or rounds_head
+        is_int8 = self.int8_lm_head or (rounds and is_quantised and self.lm_head and self.head_form is None)
         return replace(self, int8_lm_head=is_int8, int8_embedding=is_int8 and rounds and self.tie_word_embeddings)
 
     @property
     def embedding_form(self) -> GroupQuantForm | None:
-        """The form in which the checkpoint stores the embedding; None if it is in floating point."""
+        """The form in which the embedding is held; None if it is in floating point."""
         return None if self.grouped is None else self.grouped.embedding
 
     @property
     def head_form(self) -> GroupQuantForm | None:
-        """The form in which the checkpoint stores the LM head; None if it is in floating point."""
-        if self.grouped is None:
-            return None
-        return self.grouped.embedding if self.tie_word_embeddings else self.grouped.head
+        """The form in which the LM head is held; None if it is in floating point or int8 without groups."""
+        if self.grouped is None or self.tie_word_embeddings:
+            return self.embedding_form
+        return self.grouped.head
 
     @property
     def has_experts(self) -> bool:

@@ -80,11 +80,15 @@ class VocabularyTables:
         return builder.kernels.pack_int8_table(numbers, scales, bias, builder.dtype)
 
     def _load_grouped(self, name: str, form: GroupQuantForm | None) -> GroupQuantWeight | None:
-        """form: the form in which the checkpoint stores it."""
+        """form: the form in which the checkpoint stores it, or to which it is rounded."""
         if form is None:
             return None
         builder = self._builder
-        grouped = builder.load_grouped(builder.prefix + name, self._shape, self._part)
+        full_name = builder.prefix + name
+        if builder.grouped is not None and builder.grouped.rounds_to_int4:
+            grouped: GroupQuantWeight | None = builder.quantise(builder.load(full_name, self._shape, self._part), form)
+        else:
+            grouped = builder.load_grouped(full_name, self._shape, self._part)
         if grouped is not None:
             builder.describe_share(name, grouped.codes, self._shape, f"{form.bits} bits in groups")
         return grouped

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from bench.model import SHAPE
 from bench.workloads import WORKLOADS, Workload
 from serve_llm.engine.model.delta_net_spec import GatedDeltaNetSpec
+from serve_llm.engine.model.quantization_spec import GroupQuantForm
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import AnyAttentionSpec, AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
 from serve_llm.kernels import bench as kernel_bench
@@ -66,7 +67,7 @@ def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool 
     return Work(
         {
             "linear": (stored * (1 if is_int8 else _linear_bytes(spec)), 2 * multiplied * new),
-            "head": (head * (1 if is_int8 else 2), 2 * head * len(chunks)),
+            "head": (head * (1 if is_int8 else _head_bytes(spec)), 2 * head * len(chunks)),
             "attention": (2 * cached * sum(context for _, context in chunks), scored * pairs),
         }
     )
@@ -109,11 +110,18 @@ def _products(layer: LayerSpec, width: int, tokens: int) -> tuple[float, float]:
 
 
 def _linear_bytes(spec: ModelSpec) -> float:
-    """Return the bytes per weight, including its share of scales and zero points, of layers that all have one
-    format."""
-    form = None if spec.grouped is None else spec.grouped.default
+    """Return the bytes per weight of layers that all have one format."""
+    return 1 if spec.fp8 else _form_bytes(None if spec.grouped is None else spec.grouped.default)
+
+
+def _head_bytes(spec: ModelSpec) -> float:
+    return 1 if spec.int8_lm_head else _form_bytes(spec.head_form)
+
+
+def _form_bytes(form: GroupQuantForm | None) -> float:
+    """Return the bytes per weight, including its share of scales and zero points. form: None for bf16."""
     if form is None:
-        return 1 if spec.fp8 else 2
+        return 2
     scales = 0 if form.group_size is None else form.scale_bytes * (1 + form.has_zeros) / form.group_size
     return form.bits / 8 + scales
 

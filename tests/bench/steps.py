@@ -278,7 +278,7 @@ def measure(bench: Bench, steps: Iterator[None], limits: Limits, chunks: list[tu
         found[timed].append((seconds, dict(bench.watch.seconds)))
     plain, _ = middle_half(found[False])
     timed_seconds, parts = middle_half(found[True])
-    work = step_work(bench.spec, chunks, bench.spec.int8_lm_head)
+    work = step_work(bench.spec, chunks, bench.spec.int8 is not None)
     weights = work.weight_bytes / limits.bandwidth / 1e9
     return Case(plain, timed_seconds, parts, weights, work.least_seconds(limits), work.num_bytes, work.operations)
 

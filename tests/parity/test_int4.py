@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.types import EngineCoreRequest, Sampling
+from serve_llm.engine.quantization import int4
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load_whole, read_spec
 from support.matrix import mostly_slow
@@ -42,9 +45,11 @@ def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.pairs("int4 + TP", "int4 + PP")
-def test_several_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_ranks(dtype: str, tmp_path: Path) -> None:
     """Stages change nothing; with tensor parallelism, groups begin with each rank's share."""
-    wanted = random_requests(make_checkpoint(tmp_path, "llama", std=0.1, **SIZES[""], **HEADS))
+    sizes = SIZES[""] | HEADS | {"tie_word_embeddings": True}
+    wanted = random_requests(make_checkpoint(tmp_path, "llama", std=0.1, dtype=dtype, **sizes))
     one = generate(make_engine(tmp_path, quantization="int4-g32"), wanted)
     two_stages = generate(make_engine(tmp_path, quantization="int4-g32", pipeline=2), wanted)
     for number, result in one.items():
@@ -54,6 +59,34 @@ def test_several_ranks(tmp_path: Path) -> None:
         many = generate(make_engine(tmp_path, quantization="int4-g32", **grid), wanted)
         for number, result in one.items():
             assert abs(many[number].logprobs[0].logprob - result.logprobs[0].logprob) < 0.5
+
+
+def write_rounded(directory: Path, target: Path, group_size: int, untouched: str) -> None:
+    """Copy a checkpoint with all matrices rounded to 4 bits, except those whose names contain `untouched`."""
+    target.mkdir()
+    shutil.copy(directory / "config.json", target)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and untouched not in name:
+            tensors[name] = int4.quantise(tensor, group_size).dequantise()
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, target / "model.safetensors")
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_head_is_rounded_like_the_layers(is_tied: bool, tmp_path: Path) -> None:
+    """In bfloat16, the model is close to transformers with rounded weights."""
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    original = tmp_path / "original"
+    vocab_size = make_checkpoint(original, "llama", std=0.1, dtype="bfloat16", tie_word_embeddings=is_tied, **sizes)
+    write_rounded(original, tmp_path / "rounded", 32, "no matrix" if is_tied else "embed_tokens")
+    spec, weight_map = read_spec(original)
+    spec = spec.with_int4(32).with_packed_tables(rounds=True)
+    decoder = load_whole(original, spec, weight_map, dtype=torch.bfloat16)
+    prompt = [token % vocab_size for token in range(5, 45)]
+    ours = Harness(spec, decoder, torch.bfloat16).logprobs([prompt])[0].float()
+    rounded, unrounded = (reference_logprobs(tmp_path / name, prompt) for name in ("rounded", "original"))
+    spread = (rounded - rounded.mean(-1, keepdim=True)).norm()
+    assert (ours - rounded).norm() < 0.05 * spread < 0.5 * (ours - unrounded).norm()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -212,6 +212,13 @@ def test_4_bits_while_loading(family: str, tmp_path: Path) -> None:
     check(tmp_path, quantization="int4-g32")
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_4_bit_head(is_tied: bool, tmp_path: Path) -> None:
+    sizes = SIZES[""] | HEADS | {"tie_word_embeddings": is_tied}
+    make_checkpoint(tmp_path, "llama", dtype="bfloat16", **sizes)
+    check(tmp_path, quantization="int4", dtype="bfloat16")
+
+
 def test_8_bit_floats_while_loading(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", **(SIZES[""] | HEADS | SIZES["qwen3_moe"]))
     check(tmp_path, quantization="fp8")

@@ -62,6 +62,16 @@ def test_what_is_quantised_while_loading(
     assert (spec.int8_lm_head, spec.int8_embedding) == (head, embedding)
 
 
+def test_4_bit_layers_have_a_4_bit_head() -> None:
+    form = GroupQuantForm(4, 64, has_zeros=True)
+    tied = resolve({}, quantization="int4")
+    assert tied.head_form == tied.embedding_form == form and not tied.int8_lm_head
+    apart = resolve({"tie_word_embeddings": False}, quantization="int4")
+    assert (apart.head_form, apart.embedding_form) == (form, None)
+    exact = resolve({}, quantization="int4", dtype="float32")
+    assert exact.head_form is None and exact.int8_lm_head and not exact.int8_embedding
+
+
 def test_what_a_checkpoint_stores_packed() -> None:
     spec = resolve({"quantization_config": GGUF})
     assert spec.embedding_form == spec.head_form == GroupQuantForm(8, 32, has_zeros=False)
