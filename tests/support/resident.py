@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,9 +34,14 @@ def weight_bytes(decoder: object) -> int:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Return the peak of bytes allocated by torch's CPU allocator during a call."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        call()
+    """Return the peak of bytes allocated by torch's CPU allocator during a call. Garbage of earlier calls that were
+    measured is not collected meanwhile, because it would count as freed memory."""
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            call()
+    finally:
+        gc.enable()
     assert seen.profiler is not None and seen.profiler.kineto_results is not None
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
