@@ -32,13 +32,12 @@ QUICK_STOP_SECONDS = 0.5  # for ended requests to get their last event, and to s
 
 def run(options: Options) -> int:
     """Serve until a signal. Returns the exit code; raises the ServeError that ended the start or the engine."""
-    import uvloop
-
     from serve_llm.common.logs import configure
+    from serve_llm.server.thread_pool import run_loop
 
     configure(options.log_level, format=options.log_format)
     raise_limit()
-    code = uvloop.run(serve(options))
+    code = run_loop(serve(options))
     logger.info("Stopped")
     return code
 
@@ -69,10 +68,8 @@ async def serve(options: Options) -> int:
     from serve_llm.server.garbage import limit_collections
     from serve_llm.server.http.connection import HttpServer
     from serve_llm.server.http.startup_app import StartupApp
-    from serve_llm.server.thread_pool import ThreadPool
 
     began = time.perf_counter()
-    asyncio.get_running_loop().set_default_executor(ThreadPool())
     signals = StopSignals()
     listener = listen(options.host, options.port)
     url = format_listening_url(listener, "https" if options.ssl_certfile else "http")

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import uvloop
 
 from serve_llm.server.http.errors import Unavailable
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -31,3 +39,17 @@ class ThreadPool(ThreadPoolExecutor):
             if not self._threads:
                 self._work_queue.get_nowait()  # nobody would take it
                 raise Unavailable("the system allows the server no further thread; try again later") from None
+
+
+class _Loop(uvloop.Loop):
+    async def shutdown_default_executor(self, *arguments: Any) -> None:
+        """The base class starts a thread that waits for the others. If it cannot, Python waits for them at its end."""
+        with contextlib.suppress(RuntimeError):
+            await super().shutdown_default_executor(*arguments)
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Like `uvloop.run`, with a `ThreadPool` for the jobs of `asyncio.to_thread`."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        runner.get_loop().set_default_executor(ThreadPool())
+        return runner.run(main)

@@ -12,11 +12,10 @@ import socket
 import sys
 from pathlib import Path
 
-import uvloop
-
 from serve_llm.common.logs import configure
 from serve_llm.server.front_ends.front_end import FrontEnd
 from serve_llm.server.front_ends.messages import compute_protocol
+from serve_llm.server.thread_pool import run_loop
 
 logger = logging.getLogger("serve_llm.server.front_ends.__main__")  # also when run by -m
 
@@ -34,7 +33,7 @@ def main() -> int:
     channel = socket.socket(fileno=given.channel)
     channel.setblocking(False)
     listener = socket.socket(fileno=given.listener)
-    uvloop.run(_run(channel, listener))
+    run_loop(_run(channel, listener))
     return 0
 
 

@@ -37,7 +37,6 @@ from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.http.paths import PathMiddleware
 from serve_llm.server.metrics.meter import Clock
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.thread_pool import ThreadPool
 from serve_llm.server.tracing.start import EXPORT_SECONDS, start_tracing
 
 if TYPE_CHECKING:
@@ -130,7 +129,6 @@ class FrontEnd:
     async def _load(self, setup: Setup) -> None:
         assert self._dispatcher is not None and self._adapters is not None
         options = setup.options
-        asyncio.get_running_loop().set_default_executor(ThreadPool())
         model = await asyncio.to_thread(ServedModel.load, Path(setup.directory), options)
         tracing = start_tracing(options.otlp_traces_endpoint)
         if options.seed is not None:  # other front ends draw other seeds
