@@ -113,6 +113,9 @@ _BODIES: list[type[BaseModel]] = [
     PoolingRequest,
 ]
 
+_NO_FLUSH = "the prefix cache cannot be emptied; the field cache_salt of a request keeps its prefix apart from others"
+_NO_SLEEP = "the server does not sleep; stop it to free its memory, it starts in seconds"
+_NO_PAUSE = "the server cannot be paused; SIGTERM ends it after the open requests"
 # Prefixes of paths that an option adds, or that belong to another engine.
 _ROUTE_HINTS = {
     "/api/": "Ollama's own routes are not served; /v1/chat/completions, /v1/completions and /v1/models are",
@@ -123,6 +126,16 @@ _ROUTE_HINTS = {
     "/v1/load_lora_adapter": "it may need the option --enable-lora",
     "/v1/unload_lora_adapter": "it may need the option --enable-lora",
     "/scale": "it may need the option --data-parallel-max; vLLM's /scale_elastic_ep is POST /scale here",
+    "/sleep": _NO_SLEEP,
+    "/wake_up": _NO_SLEEP,
+    "/is_sleeping": _NO_SLEEP,
+    "/reset_prefix_cache": _NO_FLUSH,
+    "/flush_cache": _NO_FLUSH,
+    "/pause": _NO_PAUSE,
+    "/resume": _NO_PAUSE,
+    "/is_paused": _NO_PAUSE,
+    "/collective_rpc": "clients cannot call methods of the workers; /status and /metrics say what the engines do",
+    "/inference/v1/generate": "use /v1/completions with token ids in prompt, and return_token_ids",
 }
 # Paths of other engines, and common misspellings -> our equivalent.
 _OTHER_PATHS = {

@@ -26,6 +26,7 @@ class ValidGenerateRequest(msgspec.Struct, kw_only=True):
     tool_items: dict[str, ToolItem] = {}  # by the name that the model calls; in chat, custom tools only
     encrypts_reasoning: bool = False  # reasoning items hold an opaque copy of their text
     omits_thinking: bool = False  # thinking blocks hold their text in their signature alone
+    is_cut_by_context: bool = False  # the context has no room for as many tokens as the client wants
     background: bool = False  # the client does not wait for the response
     stored_items: list[StoredItem] | None = None  # the input, where the response is to be stored
     is_compaction: bool = False  # the text is a summary of the conversation

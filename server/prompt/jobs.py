@@ -83,6 +83,7 @@ def messages(content: bytes, context: JobContext) -> ValidGenerateRequest:
         include_usage=True,
         continuous_usage=True,
         omits_thinking=body.omits_thinking,
+        is_cut_by_context=request.samplings[0].max_tokens < body.max_tokens,
         ignored_fields=join_ignored(ignored, skipped),
     )
 

@@ -21,6 +21,7 @@ class MessageBuilder:
 
     def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
         self.omits_thinking = parsed.omits_thinking
+        self._is_cut_by_context = parsed.is_cut_by_context
         self._meta = meta
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
@@ -50,7 +51,7 @@ class MessageBuilder:
         body = self.describe(counts)
         empty = [{"type": "text", "text": ""}] if counts.completion else []  # nothing was generated: max_tokens is 0
         body["content"] = blocks or empty
-        body |= describe_end(delta)
+        body |= self.describe_end(delta)
         return encode_json(body)
 
     def describe(self, counts: TokenCounts) -> Json:
@@ -65,6 +66,19 @@ class MessageBuilder:
             "stop_sequence": None,
             "usage": build_message_usage(counts),
         }
+
+    def describe_end(self, delta: Delta) -> Json:
+        """Describe how the message ended. Raises GenerationFailed if it was aborted."""
+        if delta.finish_reason is FinishReason.ABORT:
+            raise GenerationFailed("the generation was aborted")
+        stop_sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        if stop_sequence is not None:
+            reason = "stop_sequence"
+        elif delta.finish_reason is FinishReason.LENGTH:
+            reason = "model_context_window_exceeded" if self._is_cut_by_context else "max_tokens"
+        else:
+            reason = "tool_use" if delta.ends_with_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stop_sequence}
 
 
 class MessageEncoder:
@@ -90,7 +104,7 @@ class MessageEncoder:
             for piece in delta.ordered_pieces:
                 events += self._describe_piece(piece)
             if delta.finish_reason is not None:
-                self._end = describe_end(delta)
+                self._end = self._builder.describe_end(delta)
         return b"".join(map(_to_event, events))
 
     def encode_ping(self, counts: TokenCounts) -> bytes:
@@ -159,20 +173,6 @@ class MessageEncoder:
             events.append(self._describe_delta({"type": "signature_delta", "signature": signature}))
         self._open = None
         return [*events, {"type": "content_block_stop", "index": self._num_blocks - 1}]
-
-
-def describe_end(delta: Delta) -> Json:
-    """Describe how the message ended. Raises GenerationFailed if it was aborted."""
-    if delta.finish_reason is FinishReason.ABORT:
-        raise GenerationFailed("the generation was aborted")
-    stop_sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
-    if stop_sequence is not None:
-        reason = "stop_sequence"
-    elif delta.finish_reason is FinishReason.LENGTH:
-        reason = "max_tokens"
-    else:
-        reason = "tool_use" if delta.ends_with_calls else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": stop_sequence}
 
 
 def build_message_usage(counts: TokenCounts) -> Json:

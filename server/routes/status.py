@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,7 @@ class StatusSources:
     num_ranks: int  # per engine
     front_ends: FrontEndGroup | None  # None: this process answers clients
     scaler: Scaler | None = None  # None: the number of engines is fixed
+    began: float = field(default_factory=time.monotonic)  # not the time of day, which may be set back
 
 
 def create_router() -> APIRouter:
@@ -126,7 +127,7 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
     return Status(
         phase="draining" if admission.draining else "serving" if replicas.ready else "recovering",
         model=state.model.names[0],
-        uptime_seconds=int(time.time()) - state.start_time,
+        uptime_seconds=int(time.monotonic() - sources.began),
         parallel=describe_parallel(replicas),
         engines=[
             StatusEngine(

@@ -38,6 +38,12 @@ Prompt = Annotated[
     ),
 ]
 
+# Fields of conversations -> why this route has none.
+_ELSEWHERE = {
+    "messages": "this route takes prompt, /v1/chat/completions takes messages",
+    "thinking_token_budget": "reasoning is read in conversations only; /v1/chat/completions limits it",
+}
+
 
 class CompletionRequest(SamplingBody, PeerFields):
     prompt: Prompt = Field(description="A text, a list of texts, a list of token ids, or a list of such lists.")
@@ -51,7 +57,7 @@ class CompletionRequest(SamplingBody, PeerFields):
 
     @classmethod
     def explain_unknown(cls, name: str) -> str | None:
-        return "this route takes prompt, /v1/chat/completions takes messages" if name == "messages" else None
+        return _ELSEWHERE.get(name)
 
     def check(self, limits: Limits) -> None:
         self.check_peer_fields()

@@ -20,7 +20,7 @@ from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, che
 from serve_llm.server.schema.output_format import read_output_format
 from serve_llm.server.schema.tools import build_tool, check_num_tools
 
-# Tools that Anthropic's servers run, or whose arguments only its models know.
+# Tools that Anthropic's servers run, or that the client runs but whose arguments only Anthropic's models know.
 _SERVER_TOOLS = re.compile(
     r"(web_search|web_fetch|code_execution|bash|text_editor|computer|computer_toolset|browser_toolset|memory|advisor|"
     r"mcp_toolset|tool_search_tool\w*?)"
@@ -38,7 +38,9 @@ class MessageParam(TranslatedBody):
 
 
 class ClientTool(TranslatedBody):
-    type: str | None = Field(default=None, description="custom. Tools that run on Anthropic's servers are skipped.")
+    type: str | None = Field(
+        default=None, description="custom. Anthropic's own tools, which have no input_schema, are skipped."
+    )
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, object] | None = None
@@ -249,7 +251,7 @@ class MessageReply(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[ReplyBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
 

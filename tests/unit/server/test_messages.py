@@ -14,6 +14,7 @@ from support import agent_events
 from support.agent_events import fold_message as fold
 from support.agent_events import strip_message as strip
 from support.asgi import Call, Reply
+from support.fakes import facts
 from support.matrix import mostly_slow
 from support.serving import Served
 from support.tools import with_tools, write_call
@@ -128,6 +129,19 @@ def test_stop_sequence_and_max_tokens(serve_text: ServeText) -> None:
     assert fold(read_events(ask(served, max_tokens=2, stream=True)))["stop_reason"] == "max_tokens"
     cut = read_body(ask(serve_text(OSLO), tools=TOOLS, max_tokens=25))
     assert cut["stop_reason"] == "max_tokens" and cut["content"][0]["name"] == "get_weather"
+
+
+def test_the_end_of_the_context_is_told_from_max_tokens(
+    serve: Serve, serve_text: ServeText, model: ServedModel
+) -> None:
+    served = serve(" one" * 300, served_model=with_tools(model), model_facts=facts(max_model_len=100))
+    assert ask(served, max_tokens=1).status == 200
+    room = 100 - len(served.engine.submitted[-1].prompt_ids)
+    for max_tokens, reason in ((room + 1, "model_context_window_exceeded"), (room, "max_tokens")):
+        assert read_body(ask(served, max_tokens=max_tokens))["stop_reason"] == reason
+        assert fold(read_events(ask(served, max_tokens=max_tokens, stream=True)))["stop_reason"] == reason
+    ended = serve_text("one")
+    assert read_body(ask(ended, max_tokens=10**6))["stop_reason"] == "end_turn"
 
 
 def test_no_tokens_compute_the_prompt_only(serve_text: ServeText) -> None:

@@ -56,6 +56,13 @@ def test_fields_that_are_served_elsewhere_or_not_at_all_are_no_typos(served: Ser
         assert post(grammar="", json_schema={}, no_stop_trim=False, max_repetition_pattern_size=0).status == 200
 
 
+def test_fields_of_conversations_are_explained_in_completions(served: Served) -> None:
+    for name, value in (("messages", []), ("thinking_token_budget", 5)):
+        error = served.complete(**{name: value}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported")
+        assert "/v1/chat/completions" in error["message"]
+
+
 def test_a_null_field_is_absent_whatever_its_name(served: Served) -> None:
     assert served.complete(tempratur=None, nonsense=None).status == 200
     assert served.chat(max_tokens=1, nonsense=None).status == 200

@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -133,30 +134,6 @@ def test_without_keys_everything_is_open(served: Served) -> None:
     assert served.get("/v1/models").status == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "meant"),
-    [
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/v1/messages", "/v1/messages"),
-        ("/v1/health", "/health"),
-        ("/completion", "/v1/completions"),
-        ("/v1/chat/completion", "/v1/chat/completions"),
-        ("/props", "/status"),
-        ("/v1/nowhere", None),
-        ("/v1", None),
-    ],
-)
-def test_a_wrong_base_url_is_answered_with_the_right_path(served: Served, path: str, meant: str | None) -> None:
-    message = str(served.post(path, {}).json()["error"]["message"])
-    assert message.endswith(f"; did you mean {meant}?" if meant else f"POST {path}")
-
-
-@pytest.mark.parametrize("path", ["/api/generate", "/api/chat", "/api/tags"])
-def test_routes_of_ollama_are_answered_with_ours(served: Served, path: str) -> None:
-    reply = served.post(path, {})
-    assert reply.status == 404 and "; Ollama's own routes are not served; /v1/chat" in reply.json()["error"]["message"]
-
-
 def test_the_page_is_there_before_the_server_is_ready() -> None:
     startup = StartupApp(with_page=True)
     page = fetch(startup, "GET", "/")
@@ -251,6 +228,11 @@ def test_status_says_what_the_server_does(serve: Serve) -> None:
     served.get("/ready")
     found = served.get("/status").json()
     assert found["phase"] == "draining" and found["queue"]["refused"]["not_ready"] == 1, "probes do not count"
+
+
+def test_the_uptime_does_not_follow_a_clock_that_is_set_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 <= served.get("/status").json()["uptime_seconds"] < 3600
 
 
 def test_a_slash_at_the_end_does_not_count(served: Served) -> None:
