@@ -322,7 +322,10 @@ def parse_template_kwargs(value: object) -> str:
     reserved = [name for name in (*RESERVED_VARIABLES, "tools", "documents") if name in given]
     if reserved:
         raise ValueError(f"{reserved[0]!r} is set by requests")
-    return json.dumps(given)
+    try:
+        return json.dumps(given)
+    except TypeError:  # YAML has more types
+        raise ValueError("expected values that JSON has, such as dates in quotes") from None
 
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

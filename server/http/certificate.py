@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from functools import partial
 
 logger = logging.getLogger(__name__)
 
@@ -12,7 +13,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class CertificateFiles:
-    """The files of a certificate and its key, which `context` has loaded."""
+    """The files of a certificate and its key, which `context`, that of the listening socket, has loaded."""
 
     def __init__(self, context: ssl.SSLContext, keyfile: str, certfile: str) -> None:
         self._context = context
@@ -28,8 +29,7 @@ class CertificateFiles:
             return
         self._stamp = stamp
         try:
-            check_certificate(self._keyfile, self._certfile)  # one that fails would make `_context` useless
-            self._context.load_cert_chain(self._certfile, self._keyfile, _refuse_password)
+            renewed = load_certificate(self._keyfile, self._certfile)
         except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
             logger.warning(
                 "The changed --ssl-certfile %s and --ssl-keyfile %s cannot be used, so the previous certificate is: %s",
@@ -38,6 +38,8 @@ class CertificateFiles:
                 error,
             )
         else:
+            # Not loaded into the same context, which would keep a certificate with a key of another type.
+            self._context.sni_callback = partial(_set_context, renewed)
             logger.info("New connections use the changed certificate in %s", self._certfile)
 
     def _read_stamp(self) -> Stamp | None:
@@ -49,9 +51,16 @@ class CertificateFiles:
         return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in found)
 
 
-def check_certificate(keyfile: str, certfile: str) -> None:
+def load_certificate(keyfile: str, certfile: str) -> ssl.SSLContext:
     """Raises OSError or ValueError if a server cannot use these files."""
-    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, _refuse_password)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certfile, keyfile, _refuse_password)
+    return context
+
+
+def _set_context(renewed: ssl.SSLContext, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    """Called for each new connection, whether its client names the host or not."""
+    connection.context = renewed
 
 
 def _refuse_password() -> str:

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
-from serve_llm.server.http.certificate import CertificateFiles, check_certificate
+from serve_llm.server.http.certificate import CertificateFiles, load_certificate
 from serve_llm.server.http.errors import (
     HeaderTooLarge,
     InvalidRequest,
@@ -336,7 +336,7 @@ class HttpServer(uvicorn.Server):
         _check_readable({"--ssl-keyfile": ssl_keyfile, "--ssl-certfile": ssl_certfile})
         try:
             if ssl_keyfile is not None and ssl_certfile is not None:
-                check_certificate(ssl_keyfile, ssl_certfile)
+                load_certificate(ssl_keyfile, ssl_certfile)
             config.load()
         except (ssl.SSLError, ValueError) as error:
             raise OptionError(

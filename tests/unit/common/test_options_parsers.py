@@ -1,5 +1,6 @@
 """Parsers of counts and sizes with units, and of words."""
 
+from datetime import date
 from decimal import Decimal
 
 import pytest
@@ -177,6 +178,7 @@ def test_words_of_other_engines_for_values() -> None:
         ("default_chat_template_kwargs", "thinking", "expected a JSON object, such as"),
         ("default_chat_template_kwargs", {"messages": []}, "'messages' is set by requests"),
         ("default_chat_template_kwargs", '{"tools": []}', "'tools' is set by requests"),
+        ("default_chat_template_kwargs", {"a": [date(2026, 1, 1)]}, "expected values that JSON has, such as dates in"),
         ("override_generation_config", '{"max_new_tokens": 8}', "'max_new_tokens' is not supported, only temperature"),
         ("override_generation_config", {"temperature": "hot"}, "'temperature' must be a number"),
         ("override_generation_config", {"top_k": True}, "'top_k' must be a number"),
