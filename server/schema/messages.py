@@ -17,10 +17,11 @@ from serve_llm.server.prompt.blocks import continues_reply, translate_messages
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_words, ranged
+from serve_llm.server.schema.known_tools import KNOWN_TOOLS
 from serve_llm.server.schema.output_format import read_output_format
 from serve_llm.server.schema.tools import build_tool, check_num_tools
 
-# Tools that Anthropic's servers run, or that the client runs but whose arguments only Anthropic's models know.
+# Tools that Anthropic's servers run, or that need a model that sees screens; and versions that are not in KNOWN_TOOLS.
 _SERVER_TOOLS = re.compile(
     r"(web_search|web_fetch|code_execution|bash|text_editor|computer|computer_toolset|browser_toolset|memory|advisor|"
     r"mcp_toolset|tool_search_tool\w*?)"
@@ -39,13 +40,24 @@ class MessageParam(TranslatedBody):
 
 class ClientTool(TranslatedBody):
     type: str | None = Field(
-        default=None, description="custom. Anthropic's own tools, which have no input_schema, are skipped."
+        default=None, description="custom, or a tool of Anthropic's; those that its servers run are skipped."
     )
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, object] | None = None
     strict: bool | None = None
     cache_control: Ignored = None
+
+
+def _complete(tool: ClientTool) -> ClientTool:
+    """Return a tool of Anthropic's that the client runs as a custom one; others as they are."""
+    known = KNOWN_TOOLS.get(tool.type or "")
+    if known is None:
+        return tool
+    name = known.name if tool.name is None else tool.name
+    description = known.description if tool.description is None else tool.description
+    schema = known.schema if tool.input_schema is None else tool.input_schema
+    return tool.model_copy(update={"type": "custom", "name": name, "description": description, "input_schema": schema})
 
 
 class ClientToolChoice(TranslatedBody):
@@ -126,7 +138,7 @@ class CountTokensRequest(TranslatedBody):
         check_num_tools(definitions, limits)
         tools: dict[str, Tool] = {}
         skipped = []
-        for index, definition in enumerate(definitions):
+        for index, definition in enumerate(map(_complete, definitions)):
             param = f"tools[{index}]"
             if definition.type not in (None, "custom"):
                 if not _SERVER_TOOLS.fullmatch(definition.type):
