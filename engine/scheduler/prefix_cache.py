@@ -87,8 +87,13 @@ class PrefixCache:
                     known += group.block_size
                 hit = known // self._hit_step * self._hit_step
         windows = [index for index, group in enumerate(self._groups) if group.window is not None]
+        hit = self._find_state(sequence, hit)
         while hit and not all(is_known(key) for index in windows for key in self._keys(sequence, index, hit)):
-            hit -= self._hit_step
+            hit = self._find_state(sequence, hit - self._hit_step)
+        return hit
+
+    def _find_state(self, sequence: Sequence, hit: int) -> int:
+        """Find the longest prefix of at most `hit` tokens with a snapshot, if the model has states."""
         return hit if self._snapshots is None else self._snapshots.find(sequence, hit)
 
     def _last_boundary(self, sequence: Sequence) -> int:
