@@ -38,8 +38,11 @@ class GatedDeltaNet:
         channels = self.layer.conv.shape[1]
         projected = self.input_proj(x)
         gates = self.gates_proj(x)
-        parts = [self._advance(projected[:, :channels], gates, inputs.cache, call) for call in calls]
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        qkv = projected[:, :channels]
+        if len(calls) == 1:
+            mixed = self._advance(qkv, gates, inputs.cache, calls[0])
+        else:
+            mixed = torch.cat([self._advance(qkv, gates, inputs.cache, call) for call in calls])
         normed = self.kernels.rms_norm(mixed, self.norm, self.norm_eps).flatten(1).float()
         gate = projected[:, channels:].float()
         return self.output_proj((normed * silu(gate)).to(x.dtype))
