@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from serve_llm.common.types import EngineCoreRequest, Sampling
+from serve_llm.engine.scheduler.block_pool import BlockPool
 from serve_llm.engine.scheduler.output import RunnerOutput, ScheduledTokens
+from serve_llm.engine.scheduler.prefix_cache import PrefixCache
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.sequence import KVCacheSpec
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence
 from serve_llm.engine.scheduler.state_snapshots import StateSnapshots
 
 BLOCK = 8
@@ -172,3 +174,21 @@ def test_numbers_of_a_requested_step_are_counted_from_its_first_token() -> None:
     while scheduler.has_work:
         chunks += step(scheduler, budget=20)
     assert [(chunk.start, chunk.stored_snapshots) for chunk in chunks] == [(0, ()), (20, ((12, 0),))]
+
+
+def test_the_prefix_of_a_snapshot_also_needs_the_blocks_of_windows() -> None:
+    groups = (KVCacheSpec(BLOCK, None), KVCacheSpec(BLOCK, 6))
+    pool = BlockPool(10)
+    snapshots = StateSnapshots(1, BLOCK)
+    cache = PrefixCache(groups, pool, True, snapshots=snapshots)
+    request = EngineCoreRequest(id=0, prompt_ids=ids(1, 30), sampling=Sampling(max_tokens=1, seed=0))
+    sequence = Sequence(request, groups, 0, 0.0)
+    hashes = sequence.block_hashes(BLOCK, 3)
+    for key in [*((0, block_hash) for block_hash in hashes), (1, hashes[2])]:
+        pool.cache_block(pool.allocate(), key)
+    snapshots.begin(sequence, last=16, known=0)
+    sequence.num_computed = 16
+    snapshots.commit(sequence)
+    assert cache.find(sequence) == 0  # the window's block before 16 is not cached
+    pool.cache_block(pool.allocate(), (1, hashes[1]))
+    assert cache.find(sequence) == 16
