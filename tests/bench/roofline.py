@@ -67,7 +67,7 @@ def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool 
     return Work(
         {
             "linear": (stored * (1 if is_int8 else _linear_bytes(spec)), 2 * multiplied * new),
-            "head": (head * (1 if is_int8 else _head_bytes(spec)), 2 * head * len(chunks)),
+            "head": (head * (1 if is_int8 else _form_bytes(spec.head_form)), 2 * head * len(chunks)),
             "attention": (2 * cached * sum(context for _, context in chunks), scored * pairs),
         }
     )
@@ -112,10 +112,6 @@ def _products(layer: LayerSpec, width: int, tokens: int) -> tuple[float, float]:
 def _linear_bytes(spec: ModelSpec) -> float:
     """Return the bytes per weight of layers that all have one format."""
     return 1 if spec.fp8 else _form_bytes(None if spec.grouped is None else spec.grouped.default)
-
-
-def _head_bytes(spec: ModelSpec) -> float:
-    return 1 if spec.int8_lm_head else _form_bytes(spec.head_form)
 
 
 def _form_bytes(form: GroupQuantForm | None) -> float:
