@@ -56,7 +56,7 @@ from serve_llm.server.routes.adapters import create_adapter_router
 from serve_llm.server.routes.app_state import VERSION, AppState
 from serve_llm.server.routes.batches import create_batch_router
 from serve_llm.server.routes.document import build_openapi
-from serve_llm.server.routes.plain_route import add_routes
+from serve_llm.server.routes.plain_route import PlainRouteApp, add_routes
 from serve_llm.server.routes.request_log import RequestLog
 from serve_llm.server.routes.scaling import create_scaling_router
 from serve_llm.server.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
@@ -324,7 +324,7 @@ def _create_fastapi(state: AppState, with_page: bool) -> FastAPI:
 
 def _wrap(app: FastAPI, options: Options, meter: HttpMeter) -> ASGIApp:
     """Add the middleware."""
-    wrapped: ASGIApp = ApiKeyMiddleware(app, options.api_key)
+    wrapped: ASGIApp = ApiKeyMiddleware(PlainRouteApp(app), options.api_key)
     if options.allowed_origins:  # outside the key check: browsers send preflight requests without the key
         wrapped = CORSMiddleware(
             wrapped,

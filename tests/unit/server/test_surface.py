@@ -181,6 +181,17 @@ def test_a_bug_of_ours_is_no_traceback_for_the_client(served: Served, monkeypatc
     assert b"secret" not in made.sent[1]["body"] and b"internal error" in made.sent[1]["body"]
 
 
+def test_plain_routes_are_called_without_fastapi(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise AssertionError("FastAPI was called")
+
+    monkeypatch.setattr(FastAPI, "__call__", refuse)
+    assert served.complete(max_tokens=1).status == 200
+    assert served.complete(max_tokens=-1).status == 400
+    with pytest.raises(AssertionError):
+        served.get("/v1/completions")
+
+
 def test_models(serve: Serve) -> None:
     served = serve(model_facts=facts(max_model_len=77))
     found = served.get("/v1/models").json()["data"]
