@@ -49,10 +49,12 @@ class EngineClient:
             self._socket.linger = 0
             self._socket.set_hwm(0)  # sends to a connected engine never block; admission bounds the open requests
             self._socket.bind(self.address)
-            asyncio.get_running_loop().add_reader(self._socket.fileno(), self._exchange)
+            asyncio.get_running_loop().add_reader(self._socket.fileno(), self._on_readable)
             on_failure.pop_all()
         self._unsent: deque[bytes] = deque()  # until the engine is connected
-        self._received: asyncio.Queue[bytes] = asyncio.Queue()
+        self._received: deque[bytes] = deque()  # until they are handled
+        self._has_received = asyncio.Event()  # for `start`
+        self._ended: asyncio.Future[None] | None = None  # done when `run` has ended; None before it begins
         self._sinks: dict[int, Sink] = {}
         self._facts: ModelInfo | None = None
         self.meter = meter
@@ -88,7 +90,8 @@ class EngineClient:
         before. meeting: directory where engines that step together find each other.
         """
         self._send(messages.Start(options.for_engine(), directory, engine, _ray_cluster(), replaces, meeting))
-        message = messages.decode_from_engine(await self._received.get())
+        await self._has_received.wait()
+        message = messages.decode_from_engine(self._received.popleft())
         if isinstance(message, messages.Failed):
             self.failure = message.to_exception()
             raise self.failure
@@ -97,12 +100,9 @@ class EngineClient:
 
     async def run(self) -> None:
         """Deliver outputs until cancelled. Raises the engine's ServeError if it fails."""
-        while True:
-            message = messages.decode_from_engine(await self._received.get())
-            if isinstance(message, messages.EngineCoreOutputs):
-                self._deliver(message)
-            elif isinstance(message, messages.Failed):
-                raise message.to_exception()
+        self._ended = asyncio.get_running_loop().create_future()
+        self._handle_received()
+        await self._ended
 
     def _deliver(self, step: messages.EngineCoreOutputs) -> None:
         self.stats = step.stats
@@ -151,6 +151,28 @@ class EngineClient:
     def _send(self, message: messages.ToEngine) -> None:
         self._unsent.append(messages.encode(message))
         self._exchange()
+        if self._received:
+            asyncio.get_running_loop().call_soon(self._handle_received)
+
+    def _on_readable(self) -> None:
+        self._exchange()
+        self._handle_received()
+
+    def _handle_received(self) -> None:
+        """Handle what has arrived while `run` runs. Called by the event loop, never by those who send, because sinks
+        would be called while the caller changes the requests. Waking a task for each message would cost more."""
+        if self._ended is None or self._ended.done():
+            return
+        try:
+            while self._received and not self._ended.done():
+                message = messages.decode_from_engine(self._received.popleft())
+                if isinstance(message, messages.EngineCoreOutputs):
+                    self._deliver(message)
+                elif isinstance(message, messages.Failed):
+                    raise message.to_exception()
+        except Exception as error:
+            if not self._ended.done():
+                self._ended.set_exception(error)
 
     def _exchange(self) -> None:
         """Send and receive what is possible now. The socket's descriptor becomes readable when that may have changed,
@@ -158,7 +180,8 @@ class EngineClient:
         while True:
             events = int(self._socket.get(zmq.EVENTS))
             if events & POLLIN:
-                self._received.put_nowait(self._socket.recv(zmq.NOBLOCK))
+                self._received.append(self._socket.recv(zmq.NOBLOCK))
+                self._has_received.set()
             elif events & POLLOUT and self._unsent:
                 try:
                     self._socket.send(self._unsent[0], zmq.NOBLOCK)

@@ -17,16 +17,15 @@ _GZIP = 16 + zlib.MAX_WBITS
 _RAW_DEFLATE = -zlib.MAX_WBITS
 
 
-async def read_decoded(request: Request) -> AsyncGenerator[bytes, None]:
-    """Yield the body as it was before the client compressed it. Raises InvalidRequest, UnsupportedEncoding."""
+def read_decoded(request: Request) -> AsyncGenerator[bytes, None]:
+    """Return an iterator over the body as it was before the client compressed it. Raises UnsupportedEncoding; the
+    iterator raises InvalidRequest."""
     encoding = request.headers.get(HEADER, "").strip()
     match encoding.lower():
         case "" | "identity":
-            async for chunk in request.stream():
-                yield chunk
+            return request.stream()
         case "gzip" | "x-gzip" | "deflate" as name:
-            async for part in _inflate(request, name):
-                yield part
+            return _inflate(request, name)
         case _:
             raise UnsupportedEncoding(
                 f"Content-Encoding {encoding} is not supported: send the body as it is, or as gzip or deflate", HEADER

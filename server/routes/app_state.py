@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import time
@@ -182,4 +183,9 @@ class AppState:
         adapter = self.model.adapters.get(name)
         if adapter is not None:
             source += f"|{adapter.digest}"
-        return "fp_" + hashlib.sha256(source.encode()).hexdigest()[:12]
+        return _hash_source(source)
+
+
+@functools.lru_cache(maxsize=64)  # one for each served name
+def _hash_source(source: str) -> str:
+    return "fp_" + hashlib.sha256(source.encode()).hexdigest()[:12]

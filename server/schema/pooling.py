@@ -96,7 +96,10 @@ class PoolingBody(RequestBody):
     @property
     def ineffective_fields(self) -> list[str]:
         """The fields that have a meaning elsewhere but no effect here."""
-        return [name for name in ("input_type", "max_chunks_per_doc") if getattr(self, name, None) is not None]
+        given = self.model_fields_set
+        return [
+            name for name in ("input_type", "max_chunks_per_doc") if name in given and getattr(self, name) is not None
+        ]
 
 
 class InputBody(PoolingBody, TemplateBody):
