@@ -29,7 +29,7 @@ from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, Schedule
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.worker import oom
-from serve_llm.engine.worker.call_graphs import MAX_TOKENS, CallCapture, CallGraphRunner
+from serve_llm.engine.worker.call_graphs import MAX_TOKENS, CallCapture, CallGraphRunner, record_texts
 from serve_llm.engine.worker.graphs import Capture, CudaCapture, GraphRunner
 from serve_llm.engine.worker.input_batch import HostInputs, InputBatch, LastTokenIds
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
@@ -89,6 +89,9 @@ class ModelRunner:
                 shard.is_last,
                 has_adapters=adapters is not None,
             )
+        is_encoder = not kv_cache_config.groups and shard.is_first and shard.is_last
+        records_texts = is_encoder and self.graphs is not None and adapters is None
+        self._forward = record_texts(decoder.forward, capture) if records_texts else decoder.forward
 
     def forget_ids(self, req_index: int, num_ids: int) -> None:
         """See `InputBatch.forget_ids`."""
@@ -147,7 +150,7 @@ class ModelRunner:
             self._decoder.forward(inputs, self.caches)
             self._receive_masks(scheduler_output, masks)
             return NO_RESULTS
-        hidden = self._decoder.forward(inputs, self.caches, None if self._sends_last_states else rows)
+        hidden = self._forward(inputs, self.caches, None if self._sends_last_states else rows)
         collected = [hidden] if self._sends_last_states else self._decoder.collected
         if not self._shard.is_output:
             collected = []
@@ -221,8 +224,7 @@ class ModelRunner:
             return
         last_rows = self._copier.to_device(np.array(inputs.query_starts[1:]) - 1)
         hidden = self._decoder.forward(inputs, self.caches, None if self._sends_last_states else last_rows)
-        if self._sends_last_states:
-            hidden = hidden[last_rows]
+        hidden = hidden[last_rows] if self._sends_last_states else hidden
         if not self._config.generates:
             return
         self._vocabulary.gather(self._decoder.logits(hidden)).float()
@@ -290,8 +292,7 @@ class ModelRunner:
         return request.pooling and (request.pools_tokens or chunk.start + chunk.count == request.num_prompt)
 
     def _select_rows(self, scheduled: Sequence[ScheduledTokens], inputs: StepInputs) -> tuple[Tensor | None, list[int]]:
-        """Select the tokens whose hidden states are needed, at least one; None: all. Also returns where each chunk
-        begins among them.
+        """Select the tokens whose hidden states are needed, at least one; None: all. Also returns each chunk's start.
 
         A chunk with prompt logprobs needs all its tokens, one with log-probabilities of known ids those from
         `logprobs_start` on, one that ends a pooling prompt those that the pooler selects or all, and any other only
@@ -319,9 +320,8 @@ class ModelRunner:
     def _compute_vectors(
         self, scheduled: Sequence[ScheduledTokens], starts: Sequence[int], hidden: Tensor
     ) -> dict[int, Tensor]:
-        """Compute the vectors of pooling requests, by index in `scheduled`; none on ranks without output.
-
-        starts: from `_select_rows`."""
+        """Compute the vectors of pooling requests, by index in `scheduled`; none on ranks without output. starts:
+        from `_select_rows`."""
         pooled = [index for index, chunk in enumerate(scheduled) if self._wants_vector(chunk)]
         if not pooled or not self._shard.is_output:
             return {}

@@ -49,7 +49,8 @@ class BufferPool:
         free = (buffer for buffer in self._buffers.values() if len(buffer) >= num_bytes and not _is_used(buffer))
         buffer = min(free, key=len, default=None)
         if buffer is None:
-            buffer = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
+            size = 1 << max(num_bytes - 1, 0).bit_length()  # fits steps of somewhat more tokens too
+            buffer = torch.empty(size, dtype=torch.uint8)
             self._buffers[buffer.data_ptr()] = buffer
         return like.new_empty(0).set_(buffer.untyped_storage(), like.storage_offset(), like.size(), like.stride())
 
@@ -78,11 +79,15 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._repeat = repeat
         self._calls: list[Call] = []
         self._joined: list[Call] | None = None  # the same calls, those of kernels joined
-        self._constants: list[Tensor] = []  # kernels may read their memory
+        self._kept: list[object] = []  # kernels read their memory
 
     def add(self, kernel: Callable[..., object], arguments: Sequence[Any]) -> None:
         """Record a call that was made. Structures are copied, because their owners change them for later calls."""
         self._calls.append((kernel, tuple(_copy_structure(argument) for argument in arguments)))
+
+    def keep(self, value: object) -> None:
+        """Keep a value whose memory recorded kernels read, as long as this recorder."""
+        self._kept.append(value)
 
     def __torch_dispatch__(
         self, operation: Any, types: object, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None
@@ -96,7 +101,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation._schema.is_mutable:
             self._record(partial(operation, **options), arguments)
         elif operation.overloadpacket is aten.lift_fresh:  # makes a constant
-            self._constants.append(result)
+            self._kept.append(result)
         elif not all(isinstance(one, Tensor) for one in tree_leaves(result)):
             raise RuntimeError(f"{operation} reads back a value, so the step cannot be recorded")
         elif not _is_view(result, arguments):

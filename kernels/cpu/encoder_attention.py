@@ -40,8 +40,7 @@ class CompiledEncoderAttention:
     """Not thread-safe: all calls share a `Problem`. `query_starts` must not be changed between calls."""
 
     def __init__(self, library: Library, rope_and_cache: RopeAndCache) -> None:
-        self._attention = library.compiled.serve_llm_attention
-        self._variant = library.number
+        self._library = library
         self._rope_and_cache = rope_and_cache
         self._last: _Prompts | None = None  # those of the latest step: its layers share them
 
@@ -64,6 +63,7 @@ class CompiledEncoderAttention:
         prompts = self._last
         if prompts is None or prompts.query_starts is not query_starts:
             prompts = self._last = _describe_prompts(query_starts)
+        self._library.keep(prompts)
         problem = prompts.problem
         if norms is None and angles is None:
             cache = qkv
@@ -88,7 +88,7 @@ class CompiledEncoderAttention:
         problem.window = window or 0
         problem.scale = scale
         problem.bf16 = qkv.dtype == torch.bfloat16
-        self._attention(ctypes.byref(problem), self._variant, torch.get_num_threads())
+        self._library.attention(ctypes.byref(problem), self._library.number, torch.get_num_threads())
         return output
 
 

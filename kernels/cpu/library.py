@@ -104,7 +104,7 @@ class Library:
         if self.variant not in self.variants:
             raise ValueError(f"{path.name} has no variant {variant} for this processor, but {', '.join(self.variants)}")
         self.number = VARIANTS.index(self.variant)
-        self._attention = self.shared_function("attention", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        self.attention = self.shared_function("attention", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
     @contextmanager
     def record(self, pool: BufferPool) -> Iterator[CallRecorder]:
@@ -116,6 +116,11 @@ class Library:
                 yield recorder
             finally:
                 self._recorder = None
+
+    def keep(self, value: object) -> None:
+        """If calls are being recorded, keep a value whose memory they read."""
+        if self._recorder is not None:
+            self._recorder.keep(value)
 
     def function(self, name: str, *arguments: type) -> Callable[..., None]:
         """Return a kernel of rows.cpp in this variant. arguments: ctypes of its parameters."""
@@ -193,7 +198,7 @@ class Library:
             int8=cache.dtype == torch.int8,
             causal=causal,
         )
-        self._attention(ctypes.byref(problem), self.number, torch.get_num_threads())
+        self.attention(ctypes.byref(problem), self.number, torch.get_num_threads())
         return output
 
 
