@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from serve_llm.engine.model.build import Forward, ModelBuilder, WeightSlice
 from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec, PoolingType
@@ -54,7 +53,7 @@ class Pooler:
         for layer in self.layers:
             vectors = layer(vectors)
         vectors = vectors.float()
-        return functional.normalize(vectors) if self.normalize else vectors
+        return _normalize(vectors) if self.normalize else vectors
 
     def _compute_of_tokens(self, hidden: Tensor) -> Tensor:
         for step in (*self.final_norm, *self.layers):
@@ -69,6 +68,12 @@ class Pooler:
             return hidden[0]
         pooled = torch.cat([_POOLINGS[kind](hidden.float()) for kind in self.pooling_types])
         return pooled.to(hidden.dtype) if self.layers else pooled
+
+
+def _normalize(vectors: Tensor) -> Tensor:
+    """`torch.nn.functional.normalize` without its Python code, which a single vector pays for."""
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    return vectors / lengths.clamp_min_(1e-12)
 
 
 def _weigh_by_position(hidden: Tensor) -> Tensor:
