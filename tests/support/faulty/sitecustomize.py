@@ -50,7 +50,7 @@ class Loader(importlib.machinery.SourceFileLoader):
             if SLEEPER in ids:
                 time.sleep(600)
             if STARVER in ids:
-                self._decoder.forward = out_of_memory
+                self._runner._forward = out_of_memory
             return start(self, batch, masks)
 
         module.Worker.start = faulty

@@ -32,7 +32,7 @@ def watch_steps(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[str
     """Record the order in which hidden states are computed and masks are requested."""
     events: list[str] = []
     runner = engine._executor._worker._runner  # type: ignore[attr-defined]
-    forward = runner._decoder.forward
+    forward = runner._forward
     execute = engine._executor.execute
 
     def watched_forward(*args: object) -> object:
@@ -47,7 +47,7 @@ def watch_steps(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[str
 
         return execute(scheduler_output, None if masks is None else watched_masks)
 
-    monkeypatch.setattr(runner._decoder, "forward", watched_forward)
+    monkeypatch.setattr(runner, "_forward", watched_forward)
     monkeypatch.setattr(engine._executor, "execute", watched_execute)
     return events
 
