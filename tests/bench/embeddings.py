@@ -4,15 +4,17 @@ Run: PYTHONPATH=tests python -m bench.embeddings [--peer PYTHON] [--openvino PYT
     [--shape small base]
 
 PYTHON is an interpreter with sentence-transformers, or with openvino, torch and transformers. The checkpoint is a BERT
-with random weights in the shape of bge-small or bge-base. The server is asked over HTTP by one client that waits for
-each answer (batch 1) or sends one request with all texts (batch 32); the peers encode in their own processes, without
-HTTP. All embed the same texts, and their vectors are compared first. Prints a table of texts per second, then one JSON
-line. On a shared machine, compare --threads 1 and the texts per second of CPU time over all processes.
+with random weights in the shape of bge-small or bge-base. The server is asked over one HTTP connection by a client that
+waits for each answer (batch 1) or sends one request with all texts (batch 32); `LLM`, the offline class, and the peers
+encode in their own processes, without HTTP. All embed the same texts, and their vectors are compared first. Prints a
+table of texts per second, then one JSON line. On a shared machine, compare --threads 1 and the texts per second of CPU
+time over all processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
 import json
 import math
@@ -21,9 +23,9 @@ import random
 import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,27 +81,32 @@ class OwnServer:
         port = free_port()
         command = f"{shlex.quote(SERVE_LLM)} {folder} --port {port} --dtype {dtype} --cpu-threads {threads}"
         self._process = subprocess.Popen(shlex.split(command), stderr=subprocess.DEVNULL)
-        self._url = f"http://127.0.0.1:{port}"
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         while not self._is_ready():
             assert self._process.poll() is None, "the server ended"
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
         try:
-            return bool(urllib.request.urlopen(f"{self._url}/ready", timeout=10).status == 200)
+            self._connection.request("GET", "/ready")
+            answer = self._connection.getresponse()
+            answer.read()
         except OSError:
+            self._connection.close()
             return False
+        return answer.status == 200
 
     def encode(self, texts: list[str]) -> Vectors:
-        body = json.dumps({"input": texts}).encode()
-        request = urllib.request.Request(f"{self._url}/v1/embeddings", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return [entry["embedding"] for entry in json.load(answer)["data"]]
+        body = json.dumps({"input": texts})
+        self._connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        return [entry["embedding"] for entry in json.load(answer)["data"]]
 
     def read_cpu_seconds(self) -> float:
         return sum_cpu_seconds(self._process.pid)
 
     def stop(self) -> None:
+        self._connection.close()
         self._process.terminate()
         self._process.wait()
 
@@ -179,6 +186,8 @@ def main() -> None:
 
 def compare(folder: Path, shape: str, dtype: str, given: argparse.Namespace) -> list[dict[str, object]]:
     servers: dict[str, OwnServer | PeerProcess] = {"serve-llm": OwnServer(folder, dtype, given.threads)}
+    command = [sys.executable, str(PEERS / "own_encoder.py"), str(folder), "--dtype", dtype]
+    servers["LLM"] = PeerProcess([*command, "--threads", str(given.threads)], given.threads)
     if given.peer is not None:
         command = [given.peer, str(PEERS / "sentence_encoder.py"), str(folder), "--dtype", dtype]
         servers["sentence-transformers"] = PeerProcess(command, given.threads)
