@@ -19,7 +19,7 @@ from serve_llm.engine.worker.input_batch import HostInputs
 from serve_llm.kernels.cpu.call_recorder import BufferPool
 from serve_llm.kernels.registry import Record
 
-MAX_TOKENS = 8  # the most that a recorded step has
+MAX_TOKENS = 18  # the most that a recorded step has: two sequences with all of their drafts, or some sequences
 MAX_TEXT_TOKENS = 64  # the most of a text of which an encoder's step is recorded
 
 Forward = Callable[[StepInputs, Sequence[Tensor], Tensor | None], Tensor]  # `Decoder.forward`

@@ -81,6 +81,12 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._joined: list[Call] | None = None  # the same calls, those of kernels joined
         self._kept: list[object] = []  # kernels read their memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch that this mode does not guard against torch.compile. Otherwise it imports torch._dynamo when it
+        first calls the mode: a second in which all streams wait, and more than 100 MB."""
+        return False
+
     def add(self, kernel: Callable[..., object], arguments: Sequence[Any]) -> None:
         """Record a call that was made. Structures are copied, because their owners change them for later calls."""
         self._calls.append((kernel, tuple(_copy_structure(argument) for argument in arguments)))

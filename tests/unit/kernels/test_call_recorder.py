@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -175,3 +177,13 @@ def test_a_kernel_with_more_arguments_than_the_form_has_is_called_by_itself() ->
         recorder.add(collect, range(30))
     recorder.replay()
     assert given == [sum(range(30))]
+
+
+def test_recording_does_not_import_the_compiler_of_torch() -> None:
+    """Its import takes a second, in which all streams would wait."""
+    code = (
+        "import sys, torch; from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder\n"
+        "with CallRecorder(BufferPool()): torch.ones(3) + 1\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)
