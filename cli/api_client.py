@@ -106,7 +106,7 @@ def normalize_url(url: str) -> str:
 
 
 def complete_url(text: str) -> str:
-    """Return HOST:PORT, which no model is called, as a URL, and anything else unchanged."""
+    """Turn HOST:PORT into a URL. Return anything else, such as the name of a model, unchanged."""
     is_address = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?", text) is not None
     return f"http://{text}" if is_address and not os.path.exists(text) else text
 

@@ -33,11 +33,11 @@ QUICK_STOP_SECONDS = 0.5  # for ended requests to get their last event, and to s
 def run(options: Options) -> int:
     """Serve until a signal. Returns the exit code; raises the ServeError that ended the start or the engine."""
     from serve_llm.common.logs import configure
-    from serve_llm.server.thread_pool import run_loop
+    from serve_llm.server.thread_pool import run_main
 
     configure(options.log_level, format=options.log_format)
     raise_limit()
-    code = run_loop(serve(options))
+    code = run_main(serve(options))
     logger.info("Stopped")
     return code
 

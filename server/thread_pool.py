@@ -48,7 +48,7 @@ class _Loop(uvloop.Loop):
             await super().shutdown_default_executor(*arguments)
 
 
-def run_loop(main: Coroutine[Any, Any, T]) -> T:
+def run_main(main: Coroutine[Any, Any, T]) -> T:
     """Like `uvloop.run`, with a `ThreadPool` for the jobs of `asyncio.to_thread`."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.get_loop().set_default_executor(ThreadPool())

@@ -71,7 +71,7 @@ class Pooler:
 
 
 def _normalize(vectors: Tensor) -> Tensor:
-    """`torch.nn.functional.normalize` without its Python code, which a single vector pays for."""
+    """Scale rows to length 1, like `torch.nn.functional.normalize`, whose Python code takes longer than one row."""
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     return vectors / lengths.clamp_min_(1e-12)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from serve_llm.engine.model.inputs import StepInputs
-from serve_llm.engine.worker.graphs import BatchDescriptor, Capture, CapturedGraph, GraphRunner
+from serve_llm.engine.worker.graphs import BatchDescriptor, CapturedGraph, GraphRunner
 from serve_llm.engine.worker.input_batch import HostInputs
 from serve_llm.kernels.cpu.call_recorder import BufferPool
 from serve_llm.kernels.registry import Record
@@ -51,11 +51,6 @@ class CallGraphRunner(GraphRunner):
 
     def can_run(self, step: HostInputs, num_rows: int) -> bool:
         return False
-
-
-def record_texts(forward: Forward, capture: Capture | None) -> Forward:
-    """Return `forward` of an encoder of one stage, by recorded calls where steps are captured so."""
-    return TextRecorder(forward, capture) if isinstance(capture, CallCapture) else forward
 
 
 class _TextStep(NamedTuple):

@@ -29,7 +29,7 @@ from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, Schedule
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.worker import oom
-from serve_llm.engine.worker.call_graphs import MAX_TOKENS, CallCapture, CallGraphRunner, record_texts
+from serve_llm.engine.worker.call_graphs import MAX_TOKENS, CallCapture, CallGraphRunner, Forward, TextRecorder
 from serve_llm.engine.worker.graphs import Capture, CudaCapture, GraphRunner
 from serve_llm.engine.worker.input_batch import HostInputs, InputBatch, LastTokenIds
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
@@ -89,9 +89,10 @@ class ModelRunner:
                 shard.is_last,
                 has_adapters=adapters is not None,
             )
-        is_encoder = not kv_cache_config.groups and shard.is_first and shard.is_last
-        records_texts = is_encoder and self.graphs is not None and adapters is None
-        self._forward = record_texts(decoder.forward, capture) if records_texts else decoder.forward
+        self._forward: Forward = decoder.forward
+        is_whole_encoder = not kv_cache_config.groups and shard.is_first and shard.is_last
+        if self.graphs is not None and isinstance(capture, CallCapture) and is_whole_encoder and adapters is None:
+            self._forward = TextRecorder(decoder.forward, capture)
 
     def forget_ids(self, req_index: int, num_ids: int) -> None:
         """See `InputBatch.forget_ids`."""
@@ -224,7 +225,8 @@ class ModelRunner:
             return
         last_rows = self._copier.to_device(np.array(inputs.query_starts[1:]) - 1)
         hidden = self._decoder.forward(inputs, self.caches, None if self._sends_last_states else last_rows)
-        hidden = hidden[last_rows] if self._sends_last_states else hidden
+        if self._sends_last_states:
+            hidden = hidden[last_rows]
         if not self._config.generates:
             return
         self._vocabulary.gather(self._decoder.logits(hidden)).float()
@@ -264,10 +266,8 @@ class ModelRunner:
 
     def _is_decode(self, chunk: ScheduledTokens) -> bool:
         """Whether the chunk is a sequence's newest id, possibly with a few forced ids before it or drafts after it."""
-        return chunk.sample and (chunk.count == 1 or self._is_forced(chunk))
-
-    def _is_forced(self, chunk: ScheduledTokens) -> bool:
-        return chunk.count <= MAX_SPLIT_TOKENS and chunk.start >= self._input_batch[chunk.req_index].num_prompt
+        is_output = chunk.count == 1 or chunk.start >= self._input_batch[chunk.req_index].num_prompt
+        return chunk.sample and chunk.count <= MAX_SPLIT_TOKENS and is_output
 
     def _replay(self, graphs: GraphRunner, scheduled: Sequence[ScheduledTokens], arrays: HostInputs) -> Tensor | None:
         """Compute, with a captured graph, the logits of the tokens after which an id is sampled or, before the last

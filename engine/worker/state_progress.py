@@ -43,20 +43,19 @@ class StateProgress:
                     cache[chunk.req_index].copy_(cache[self._first_snapshot + chunk.restored_snapshot])
         accepted = [self._advance(chunk) for chunk in scheduled]
         if any(chunk.stored_snapshots for chunk in scheduled):
-            return replace(inputs, state_calls=tuple(self._split(inputs, scheduled, accepted, to_device)))
-        new = [len(chunk.draft_ids) for chunk in scheduled]
-        drafts = DraftCounts(accepted, new) if any(accepted) or any(new) else None
+            calls = self._split(scheduled, accepted, None if inputs.lengths is None else to_device)
+            return replace(inputs, state_calls=tuple(calls))
+        drafts = _count_drafts(accepted, [len(chunk.draft_ids) for chunk in scheduled])
         return add_states(inputs, [chunk.req_index for chunk in scheduled], drafts)
 
     def _split(
         self,
-        inputs: StepInputs,
         scheduled: Sequence[ScheduledTokens],
         accepted: Sequence[int],
-        to_device: Callable[[np.ndarray], Tensor],
+        to_device: Callable[[np.ndarray], Tensor] | None,
     ) -> Iterator[StateCall]:
-        """Divide a step after each token at which a snapshot is stored, and before drafts there, which a state does not
-        include anyway."""
+        """Divide a step after each token at which a snapshot is stored. Drafts after such a token stay in its part,
+        because a state does not include them. to_device: as in `_Call.build`."""
         call = _Call(0)
         for chunk, num_accepted in zip(scheduled, accepted, strict=True):
             num_known = chunk.count - len(chunk.draft_ids)
@@ -65,13 +64,13 @@ class StateProgress:
                 is_last = position == num_known
                 end = chunk.count if is_last else position
                 call.add(chunk, done, end, 0 if done else num_accepted, len(chunk.draft_ids) if is_last else 0)
-                yield call.build(to_device if inputs.lengths is not None else None, self._first_snapshot + snapshot)
+                yield call.build(to_device, self._first_snapshot + snapshot)
                 call = _Call(call.end)
                 done = end
             if done < chunk.count:
                 call.add(chunk, done, chunk.count, 0 if done else num_accepted, len(chunk.draft_ids))
         if call.slots:
-            yield call.build(to_device if inputs.lengths is not None else None, None)
+            yield call.build(to_device, None)
 
     def _advance(self, chunk: ScheduledTokens) -> int:
         """Return how many drafts of the sequence's last step were accepted."""
@@ -122,6 +121,11 @@ class _Call:
         if to_device is not None:
             starts, contexts = (to_device(np.array(one, np.int32)) for one in (self.query_starts, self.context_lens))
             lengths = Lengths(starts, contexts)
-        drafts = DraftCounts(self.accepted, self.new) if any(self.accepted) or any(self.new) else None
+        drafts = _count_drafts(self.accepted, self.new)
         tokens = range(self.first, self.end)
         return StateCall(tokens, self.slots, self.query_starts, self.context_lens, drafts, lengths, snapshot)
+
+
+def _count_drafts(accepted: list[int], new: list[int]) -> DraftCounts | None:
+    """None if there are none."""
+    return DraftCounts(accepted, new) if any(accepted) or any(new) else None

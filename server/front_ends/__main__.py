@@ -15,7 +15,7 @@ from pathlib import Path
 from serve_llm.common.logs import configure
 from serve_llm.server.front_ends.front_end import FrontEnd
 from serve_llm.server.front_ends.messages import compute_protocol
-from serve_llm.server.thread_pool import run_loop
+from serve_llm.server.thread_pool import run_main
 
 logger = logging.getLogger("serve_llm.server.front_ends.__main__")  # also when run by -m
 
@@ -33,7 +33,7 @@ def main() -> int:
     channel = socket.socket(fileno=given.channel)
     channel.setblocking(False)
     listener = socket.socket(fileno=given.listener)
-    run_loop(_run(channel, listener))
+    run_main(_run(channel, listener))
     return 0
 
 

@@ -16,7 +16,7 @@ from serve_llm.server.http import connection
 from serve_llm.server.http.certificate import CertificateFiles, load_certificate
 from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.http.startup_app import StartupApp
-from serve_llm.server.thread_pool import run_loop
+from serve_llm.server.thread_pool import run_main
 
 ELLIPTIC = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
@@ -73,7 +73,7 @@ def test_a_renewed_certificate_is_used_and_a_damaged_one_is_not(
             server.should_exit = True
             await asyncio.wait_for(serving, 60)
 
-    run_loop(asyncio.wait_for(scenario(), 120))
+    run_main(asyncio.wait_for(scenario(), 120))
     assert [record.levelname for record in caplog.records if "certificate" in record.getMessage()] == [
         "WARNING",
         "INFO",

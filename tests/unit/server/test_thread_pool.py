@@ -12,7 +12,7 @@ from serve_llm.server.assemble import _in_thread
 from serve_llm.server.http.errors import Unavailable
 from serve_llm.server.prompt.pool import SMALL_BYTES
 from serve_llm.server.storage.database import MEMORY, Database
-from serve_llm.server.thread_pool import ThreadPool, run_loop
+from serve_llm.server.thread_pool import ThreadPool, run_main
 from support.serving import Served
 
 
@@ -78,7 +78,7 @@ def test_a_start_without_threads_is_an_error_of_capacity(no_threads: Callable[[]
 def test_the_loop_ends_without_threads_and_with_the_error_of_its_task(no_threads: Callable[[], None]) -> None:
     no_threads()
     with pytest.raises(Unavailable, match="no further thread"):
-        run_loop(asyncio.to_thread(str))
+        run_main(asyncio.to_thread(str))
 
 
 def test_the_loop_waits_for_its_threads() -> None:
@@ -87,5 +87,5 @@ def test_the_loop_waits_for_its_threads() -> None:
     async def start() -> None:
         asyncio.get_running_loop().run_in_executor(None, done.append, 1)
 
-    run_loop(start())
+    run_main(start())
     assert done == [1]
