@@ -67,6 +67,7 @@ ONCE = (
     "grouped_linear.cpp",
     "linear.cpp",
     "sampling.cpp",
+    "tables.cpp",
     "collectives.cpp",
     "pool.cpp",
     "repeat.cpp",

@@ -35,6 +35,12 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     requests: list[EngineCoreRequest]
 
 
+class EncodedSubmit(msgspec.Struct, tag="Submit", frozen=True):
+    """A Submit whose requests are encoded already."""
+
+    requests: list[msgspec.Raw]
+
+
 class MalformedRequest(msgspec.Struct, frozen=True):
     """Never sent: takes the place of a request in a Submit that cannot be decoded."""
 
@@ -105,10 +111,6 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
-class _RawSubmit(msgspec.Struct, tag="Submit", frozen=True):
-    requests: list[msgspec.Raw]
-
-
 class _RequestId(msgspec.Struct, frozen=True):
     id: int
 
@@ -120,7 +122,7 @@ def read_to_engine(frame: bytes) -> list[ToEngine | MalformedRequest]:
         return [decode_to_engine(frame)]
     except msgspec.ValidationError as error:
         try:
-            encoded = msgspec.msgpack.decode(frame, type=_RawSubmit).requests
+            encoded = msgspec.msgpack.decode(frame, type=EncodedSubmit).requests
         except msgspec.ValidationError:
             raise error from None
     requests = []

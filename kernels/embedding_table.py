@@ -17,8 +17,6 @@ from serve_llm.kernels import linear, linear_int8
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupQuantWeight
 
-ROWS_AT_ONCE = 128  # looked up at a time, to keep temporary memory small
-
 LookUp = Callable[[Tensor], Tensor]  # (rows,) int64 -> (rows, inputs)
 
 
@@ -49,10 +47,3 @@ def pack_grouped_table(weight: GroupQuantWeight, bias: Tensor | None, dtype: tor
 def zeros(inputs: int, dtype: torch.dtype) -> LookUp:
     """Return zeros, for a matrix without rows."""
     return lambda ids: torch.zeros((len(ids), inputs), dtype=dtype, device=ids.device)
-
-
-def look_up_in_parts(look_up: LookUp, ids: Tensor) -> Tensor:
-    """Look up rows, few at a time."""
-    if len(ids) <= ROWS_AT_ONCE:
-        return look_up(ids)
-    return torch.cat([look_up(part) for part in torch.split(ids, ROWS_AT_ONCE)])

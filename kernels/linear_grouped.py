@@ -93,7 +93,7 @@ class GroupQuantWeight:
         """Return the weight in the order of the inputs: (outputs, inputs) float32."""
         inputs = self.codes.shape[1]
         groups = (torch.arange(inputs, device=self.codes.device) + self.offset) // self.group_size
-        weight = self._find_values()
+        weight = self.find_values(self.codes)
         if self.zeros is not None:
             weight -= self.zeros[:, groups]
         scales = self.scales.float()
@@ -108,11 +108,11 @@ class GroupQuantWeight:
         result[:, self.order] = weight
         return result
 
-    def _find_values(self) -> Tensor:
-        """Return the values of the codes: (outputs, inputs) float32."""
+    def find_values(self, codes: Tensor) -> Tensor:
+        """Return the values of codes of this weight: float32, of the same shape."""
         if self.is_float8:
-            return self.codes.contiguous().view(torch.float8_e4m3fn).float()
-        return self.codes.float() - 2 ** (self.bits - 1) if self.table is None else self.table[self.codes.int()]
+            return codes.contiguous().view(torch.float8_e4m3fn).float()
+        return codes.float() - 2 ** (self.bits - 1) if self.table is None else self.table[codes.int()]
 
 
 def build_e2m1_table(device: torch.device) -> Tensor:

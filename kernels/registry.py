@@ -67,6 +67,7 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]
+    compute_angles: Callable[..., rope.Angles]
     rope_and_cache: Callable[..., Tensor]
     rope_and_latent: Callable[..., Tensor]
     gated_delta_rule: Callable[..., Tensor]
@@ -104,6 +105,7 @@ PORTABLE = Kernels(
     add_rms_norm=norm.add_rms_norm,
     layer_norm=norm.layer_norm,
     add_layer_norm=norm.add_layer_norm,
+    compute_angles=rope.compute_angles,
     rope_and_cache=rope.rope_and_cache,
     rope_and_latent=rope.rope_and_latent,
     gated_delta_rule=delta_rule.gated_delta_rule,
@@ -286,6 +288,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         add_rms_norm=rows.add_rms_norm,
         layer_norm=rows.layer_norm,
         add_layer_norm=rows.add_layer_norm,
+        compute_angles=rows.compute_angles,
         rope_and_cache=rows.rope_and_cache,
         gated_delta_rule=delta_kernel.gated_delta_rule,
         activations={

@@ -1,6 +1,5 @@
-"""Rotary position embedding, fused with the head norms and the cache write of an attention layer.
-
-The model computes the angles."""
+"""Rotary position embedding, fused with the head norms and the cache write of an attention layer. Angles are
+computed once per step, for all layers."""
 
 from __future__ import annotations
 
@@ -21,6 +20,15 @@ class HeadNorms(NamedTuple):
     query: Tensor
     key: Tensor
     eps: float
+
+
+def compute_angles(positions: Tensor, frequencies: Tensor, magnitude: float = 1.0) -> Angles:
+    """positions: (tokens,) int64. frequencies: (head_dim / 2,) float32, radians per position. Cosines and sines are
+    multiplied by `magnitude`."""
+    angle = positions[:, None].float() * frequencies
+    if magnitude == 1.0:
+        return angle.cos(), angle.sin()
+    return angle.cos() * magnitude, angle.sin() * magnitude
 
 
 def rope_and_cache(

@@ -5,7 +5,7 @@ Callers must run it under torch.inference_mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +24,7 @@ from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec, QueryTemperature
 from serve_llm.engine.model.vocabulary import VocabularyTables
 from serve_llm.engine.parallel.groups import PipelineLink
+from serve_llm.kernels.rope import Angles
 
 
 class Decoder:
@@ -203,7 +204,8 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
             pooler = build_pooler(spec, spec.pooler, final_norm, builder)
     group_of_layer = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
     kinds = [(spec.layers[index], group_of_layer.get(index)) for index in shard.layers]
-    ropes, rope_of_layer = _build_ropes([spec.layers[index] for index in shard.layers], device)
+    compute_angles = builder.kernels.compute_angles
+    ropes, rope_of_layer = _build_ropes([spec.layers[index] for index in shard.layers], device, compute_angles)
     temperatures, temperature_of_layer = _find_temperatures([spec.layers[index] for index in shard.layers])
     reads_back = any(experts.reads_back for experts in builder.experts)
     can_record = builder.kernels.record is None or groups.tensor.size == 1  # all-reduces on a CPU are not recorded
@@ -253,7 +255,9 @@ def build_lm_head(spec: ModelSpec, tables: VocabularyTables) -> list[Forward]:
     return steps
 
 
-def _build_ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[ComputeAngles], list[int]]:
+def _build_ropes(
+    layers: Sequence[LayerSpec], device: torch.device, compute_angles: Callable[..., Angles]
+) -> tuple[list[ComputeAngles], list[int]]:
     """The distinct ropes of the layers, and for each layer an index into (None, *ropes)."""
     indices: dict[tuple[RopeSpec, int], int] = {}
     rope_of_layer = []
@@ -263,7 +267,7 @@ def _build_ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[lis
             rope_of_layer.append(0)
         else:
             rope_of_layer.append(indices.setdefault((rope, layer.attention.rope_dim), len(indices) + 1))
-    return [build_angles(rope, rope_dim, device) for rope, rope_dim in indices], rope_of_layer
+    return [build_angles(rope, rope_dim, device, compute_angles) for rope, rope_dim in indices], rope_of_layer
 
 
 def _find_temperatures(layers: Sequence[LayerSpec]) -> tuple[list[QueryTemperature], list[int]]:

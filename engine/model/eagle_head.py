@@ -85,7 +85,9 @@ def build_eagle_head(spec: ModelSpec, eagle: EagleSpec, builder: ModelBuilder, t
         input_norm=own.norm("attention_norm", layer.norm, width),
         hidden_norm=own.norm("hidden_norm", layer.norm, width),
         layer=PreNormLayer(attention, ffn, NO_NORM, own.norm("ffn_norm", layer.norm, width)),
-        compute_angles=build_angles(layer.attention.rope, layer.attention.rope_dim, builder.device),
+        compute_angles=build_angles(
+            layer.attention.rope, layer.attention.rope_dim, builder.device, builder.kernels.compute_angles
+        ),
         final_norm=builder.norm("final_norm", spec.final_norm, width),
         lm_head=builder.replicated_linear("head", eagle.draft_vocab_size, width),
         target_ids=target_ids,

@@ -81,7 +81,7 @@ def build_mtp_head(model: ModelSpec, builder: ModelBuilder) -> MTPHead:
         hidden_norm=own.norm("hidden_norm", layer_spec.norm, width),
         projection=own.unquantised_linear({"projection": width}, 2 * width),
         layer=layer,
-        compute_angles=build_angles(attention.rope, attention.rope_dim, builder.device),
+        compute_angles=build_angles(attention.rope, attention.rope_dim, builder.device, builder.kernels.compute_angles),
         lm_head=build_lm_head(spec, tables),
         capturable=builder.kernels.capturable and not reads_back,
     )

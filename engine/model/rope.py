@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,20 +23,23 @@ from serve_llm.engine.model.rope_spec import (
     RopeSpec,
     YarnScaling,
 )
+from serve_llm.kernels.rope import Angles
 
-ComputeAngles = Callable[[Tensor], tuple[Tensor, Tensor]]  # see `build_angles`
+ComputeAngles = Callable[[Tensor], Angles]  # see `build_angles`
 
 
-def build_angles(rope: RopeSpec, head_dim: int, device: torch.device) -> ComputeAngles:
+def build_angles(
+    rope: RopeSpec, head_dim: int, device: torch.device, compute_angles: Callable[..., Angles]
+) -> ComputeAngles:
     """The function from positions (tokens,) int64 to cos and sin, each (tokens, head_dim / 2) float32.
 
-    Pairs of dimensions beyond `rotary_dim` are not rotated: cos 1, sin 0.
+    Pairs of dimensions beyond `rotary_dim` are not rotated: cos 1, sin 0. compute_angles: the kernel.
     """
     if rope.rotary_dim is not None:
-        compute_rotated = build_angles(replace(rope, rotary_dim=None), rope.rotary_dim, device)
+        compute_rotated = build_angles(replace(rope, rotary_dim=None), rope.rotary_dim, device, compute_angles)
         padding = (0, (head_dim - rope.rotary_dim) // 2)
 
-        def compute_padded(positions: Tensor) -> tuple[Tensor, Tensor]:
+        def compute_padded(positions: Tensor) -> Angles:
             cos, sin = compute_rotated(positions)
             return functional.pad(cos, padding, value=1.0), functional.pad(sin, padding)
 
@@ -47,13 +51,7 @@ def build_angles(rope: RopeSpec, head_dim: int, device: torch.device) -> Compute
     frequencies = inverse_frequencies(rope, head_dim).to(device)
     magnitude = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
 
-    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
-        angle = positions[:, None].float() * frequencies
-        if magnitude == 1.0:
-            return angle.cos(), angle.sin()
-        return angle.cos() * magnitude, angle.sin() * magnitude
-
-    return compute
+    return partial(compute_angles, frequencies=frequencies, magnitude=magnitude)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -107,7 +105,7 @@ def _build_dynamic_angles(base: float, scaling: DynamicScaling, head_dim: int, d
     """
     exponents = torch.arange(0, head_dim, 2, device=device).double() / head_dim
 
-    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(positions: Tensor) -> Angles:
         lengths = (positions + 1).clamp(min=scaling.original_length).double()
         stretch = scaling.factor * lengths / scaling.original_length - (scaling.factor - 1)
         logs = math.log(base) + stretch.log() * (head_dim / (head_dim - 2))
@@ -124,7 +122,7 @@ def _build_long_angles(base: float, scaling: LongScaling, head_dim: int, device:
     short = (unscaled / torch.tensor(scaling.short_factors)).to(device)
     long = (unscaled / torch.tensor(scaling.long_factors)).to(device)
 
-    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(positions: Tensor) -> Angles:
         uses_long = positions >= LONG_ROPE_OFFSET
         angle = (positions % LONG_ROPE_OFFSET)[:, None].float() * torch.where(uses_long[:, None], long, short)
         return angle.cos() * scaling.attention_factor, angle.sin() * scaling.attention_factor

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.kernels.cpu.library import Library, check_sources
-from serve_llm.kernels.embedding_table import EmbeddingTable, look_up_in_parts
+from serve_llm.kernels.embedding_table import EmbeddingTable
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
@@ -81,6 +81,8 @@ class Packer:
         self._pack = library.shared_function("pack", *rows, ctypes.c_void_p, ctypes.c_int)
         self._choose_codes = library.shared_function("choose_codes", *rows, *(ctypes.c_void_p,) * 2, ctypes.c_int)
         self._pack_compressed = library.shared_function("pack_compressed", *rows, *(ctypes.c_void_p,) * 4, ctypes.c_int)
+        table = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
+        self.look_up = library.shared_function("look_up_int8", *table, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
         self._sum_int8 = library.function("sum_int8", *arguments)
 
@@ -209,9 +211,8 @@ class CompiledInt8Linear(CompiledLinear):
         super().__init__(packer, [weight], bias)
         self._quantise = quantise
         self._inputs = weight.shape[1]
-        self._units = self.product.units
+        self._look_up = packer.look_up
         self.product.weight_scale = self._by_panel(scale.flatten())
-        self._scales = self._tensors[-1]
         self.product.start = self._by_panel(packer.sum_rows(weight) * -ZERO_POINT)
 
     def describe_rows(self, product: Product, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -221,14 +222,19 @@ class CompiledInt8Linear(CompiledLinear):
 
     def look_up(self, dtype: torch.dtype, ids: Tensor) -> Tensor:
         """Return rows of the weight: (rows, inputs) of `dtype`."""
-        panels = self._tensors[0].view(-1, self._units, self._columns)
-
-        def look_up_few(few: Tensor) -> Tensor:
-            words = panels[few // self._columns, :, few % self._columns].contiguous()
-            numbers = words.view(torch.int8)[:, : self._inputs]
-            return (numbers * self._scales[few].unsqueeze(1)).to(dtype)
-
-        return look_up_in_parts(look_up_few, ids)
+        ids = ids.contiguous()
+        rows = torch.empty((len(ids), self._inputs), dtype=dtype)
+        self._look_up(
+            self._reference,
+            self._columns,
+            self._inputs,
+            ids.data_ptr(),
+            len(ids),
+            rows.data_ptr(),
+            dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return rows
 
 
 def rare_room(outputs: int, inputs: int) -> int:

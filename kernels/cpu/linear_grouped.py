@@ -8,8 +8,8 @@ are float16 or bfloat16 where that is exact, else float32.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.kernels.cpu.library import Library, check_sources
-from serve_llm.kernels.embedding_table import EmbeddingTable, look_up_in_parts
+from serve_llm.kernels.embedding_table import EmbeddingTable
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupQuantWeight, find_scale_dtype, spread_nan
@@ -25,7 +25,6 @@ from serve_llm.kernels.linear_grouped import GroupQuantWeight, find_scale_dtype,
 FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 = range(4)  # `Coding` in grouped.h
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.float8_e4m3fn)  # `ScaleType`
 WORD_BITS = 32
-FOUR = 4  # bits
 
 
 class GroupedProduct(ctypes.Structure):
@@ -68,6 +67,8 @@ class GroupQuantPacker:
         self.multiply = library.shared_function("grouped_linear", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         batch = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
         self.multiply_batch = library.shared_function("grouped_linear_batch", *batch)
+        numbers = (ctypes.c_void_p, ctypes.c_int, *(ctypes.c_void_p,) * 2, ctypes.c_int64)
+        self.look_up = library.shared_function("look_up_grouped", *numbers, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.columns: int = self.compiled.serve_llm_grouped_columns(self.number)
         self._pack_codes = self.compiled.serve_llm_pack_codes
         self._pack_codes.argtypes = (
@@ -112,7 +113,8 @@ class GroupQuantPacker:
     def pack_table(self, weight: GroupQuantWeight, bias: Tensor | None, dtype: torch.dtype) -> EmbeddingTable:
         """See `kernels.embedding_table.pack_grouped_table`, for a weight that `packs` accepts."""
         packed = CompiledGroupedLinear(self, weight, bias)
-        return EmbeddingTable(packed, partial(packed.look_up, dtype))
+        values = array("f", weight.find_values(torch.arange(2**weight.bits, dtype=torch.uint8)).tolist())
+        return EmbeddingTable(packed, partial(packed.look_up, values, dtype))
 
 
 class CompiledGroupedLinear:
@@ -120,6 +122,7 @@ class CompiledGroupedLinear:
         outputs, inputs = weight.shape
         self.multiply_batch: Callable[..., None] = packer.multiply_batch
         self._multiply = packer.multiply
+        self._look_up = packer.look_up
         self.variant = packer.number
         self._outputs = outputs
         self._order = weight.order
@@ -161,33 +164,24 @@ class CompiledGroupedLinear:
         self._reference = ctypes.byref(self.product)
         self._columns = columns
         self._inputs = inputs
-        nothing = torch.empty(0)
-        self._form = replace(weight, codes=nothing, scales=nothing, zeros=None, minimums=None, divisors=None)
 
-    def look_up(self, dtype: torch.dtype, ids: Tensor) -> Tensor:
-        """Return rows of the weight: (rows, inputs) of `dtype`."""
-        return look_up_in_parts(lambda few: self._unpack_rows(few).dequantise().to(dtype), ids)
-
-    def _unpack_rows(self, ids: Tensor) -> GroupQuantWeight:
-        words, scales, zeros, minimums, _, divisors, _ = self._tensors
-        panels = ids // self._columns
-        places = ids % self._columns
-        assert words is not None and scales is not None
-        found = words[panels, :, places].contiguous().view(torch.uint8)
-        if self._form.bits == FOUR:
-            found = torch.stack((found & 0xF, found >> 4), -1).flatten(1)
-
-        def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[panels, :, places]
-
-        return replace(
-            self._form,
-            codes=found[:, : self._inputs],
-            scales=scales[panels, :, places],
-            zeros=pick(zeros),
-            minimums=pick(minimums),
-            divisors=None if divisors is None else divisors[ids],
+    def look_up(self, values: array[float], dtype: torch.dtype, ids: Tensor) -> Tensor:
+        """Return rows of the weight: (rows, inputs) of `dtype`. values: float32, of all codes."""
+        ids = ids.contiguous()
+        rows = torch.empty((len(ids), self._inputs), dtype=dtype)
+        self._look_up(
+            self._reference,
+            self._columns,
+            values.buffer_info()[0],
+            ids.data_ptr(),
+            len(ids),
+            rows.data_ptr(),
+            dtype == torch.bfloat16,
+            torch.get_num_threads(),
         )
+        if self._order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(1, self._order, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._order is not None:

@@ -19,6 +19,7 @@
 namespace {
 
 constexpr int64_t MOST_ALONE = 8192;  // numbers that one thread computes before a second one has started
+constexpr int ANGLE = 16;             // numbers that take as long as an angle
 constexpr int PIECE = 512;            // numbers of a row that a thread claims at once if rows may be cut
 
 // Rows of `width` numbers that a thread claims at once.
@@ -501,6 +502,19 @@ KERNEL(gelu)(int bf16, const void* x, void* y, int64_t count, int threads) {
 
 KERNEL(gelu_tanh)(int bf16, const void* x, void* y, int64_t count, int threads) {
   BY_TYPE(elementwise<GeluTanh>((const Cell*)x, (Cell*)y, count, threads))
+}
+
+// positions: (tokens). frequencies: (pairs) radians per position. cos, sin: (tokens, pairs), multiplied by `magnitude`.
+KERNEL(compute_angles)(const int64_t* positions, int64_t tokens, const float* frequencies, int pairs, float magnitude,
+                       float* cos, float* sin, int threads) {
+  parallel(tokens, alone(ANGLE * pairs), threads, [=](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; token++)
+      for (int pair = 0; pair < pairs; pair++) {
+        const float angle = (float)positions[token] * frequencies[pair];
+        cos[token * pairs + pair] = std::cos(angle) * magnitude;
+        sin[token * pairs + pair] = std::sin(angle) * magnitude;
+      }
+  });
 }
 
 KERNEL(rope_and_cache)(int bf16, const void* qkv, int64_t qkv_token, const float* cos, const float* sin,

@@ -46,6 +46,9 @@ class RowKernels:
         self._gelu_tanh_and_mul = library.function("gelu_tanh_and_mul", *gated)
         self._gelu = library.function("gelu", *elementwise)
         self._gelu_tanh = library.function("gelu_tanh", *elementwise)
+        self._compute_angles = library.function(
+            "compute_angles", c_void_p, c_int64, c_void_p, c_int, c_float, c_void_p, c_void_p, c_int
+        )
         self._rope_and_cache = library.function("rope_and_cache", *qkv, *rope, *query_and_cache, *sizes)
         self._quantise_rows = library.function("quantise_rows", *quantised)
 
@@ -157,6 +160,21 @@ class RowKernels:
         y = torch.empty_like(x)
         self._gelu_tanh(x.dtype == BF16, x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
         return y
+
+    def compute_angles(self, positions: Tensor, frequencies: Tensor, magnitude: float = 1.0) -> Angles:
+        positions = positions.contiguous()
+        cos, sin = torch.empty((2, len(positions), len(frequencies)))
+        self._compute_angles(
+            positions.data_ptr(),
+            len(positions),
+            frequencies.data_ptr(),
+            len(frequencies),
+            magnitude,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return cos, sin
 
     def rope_and_cache(
         self,

@@ -14,6 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import zmq
 
 from serve_llm.common import messages
@@ -51,6 +52,7 @@ class EngineClient:
             self._socket.bind(self.address)
             asyncio.get_running_loop().add_reader(self._socket.fileno(), self._on_readable)
             on_failure.pop_all()
+        self._unsubmitted: list[msgspec.Raw] = []  # requests, until the event loop has run what is ready now
         self._unsent: deque[bytes] = deque()  # until the engine is connected
         self._received: deque[bytes] = deque()  # until they are handled
         self._has_received = asyncio.Event()  # for `start`
@@ -114,19 +116,28 @@ class EngineClient:
                 sink(output)
 
     def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> None:
-        """Open requests in one message. Does nothing if the engine is gone."""
+        """Open requests. All that are submitted in one turn of the event loop are sent in one message, so that they can
+        begin in the same step. Does nothing if the engine is gone."""
         if self.failure is not None:
             return
-        requests = []
+        if not self._unsubmitted:
+            asyncio.get_running_loop().call_soon(self._submit)
         for request, sink in pairs:
+            encoded = msgspec.Raw(messages.encode(request))
             self._sinks[request.id] = sink
-            requests.append(request)
-        self._send(messages.Submit(requests))
+            self._unsubmitted.append(encoded)
+
+    def _submit(self) -> None:
+        if self._unsubmitted:
+            requests = self._unsubmitted
+            self._unsubmitted = []
+            self._send(messages.EncodedSubmit(requests))
 
     def abort(self, ids: Sequence[int]) -> None:
         """Abort requests; their sinks are not called again. Ignores ids that have already ended."""
         open_ids = [request_id for request_id in ids if self._sinks.pop(request_id, None) is not None]
         if open_ids and self.failure is None:
+            self._submit()
             self._send(messages.Abort(open_ids))
 
     def shut_down(self) -> None:
@@ -138,17 +149,19 @@ class EngineClient:
         if self.failure is None:
             self.failure = error
         self._sinks = {}
+        self._unsubmitted = []
 
     def close(self) -> None:
         """Idempotent."""
         if self._socket.closed:
             return
+        self._unsubmitted = []
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self.heartbeat.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _send(self, message: messages.ToEngine) -> None:
+    def _send(self, message: messages.ToEngine | messages.EncodedSubmit) -> None:
         self._unsent.append(messages.encode(message))
         self._exchange()
         if self._received:

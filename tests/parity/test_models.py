@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,15 @@ from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.load import match_tensors
 from serve_llm.engine.weights.parameters import CheckpointLoader
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.registry import PORTABLE, Kernels
+from serve_llm.kernels.registry import PORTABLE
 from support.forward import CPU, Harness, load
 from support.matrix import mostly_slow
 from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, HYBRIDS, ROPE_SCALINGS, make_checkpoint
 
-REFERENCE = Kernels(
+REFERENCE = replace(
+    PORTABLE,
     paged_attention=attention.paged_attention,
-    encoder_attention=PORTABLE.encoder_attention,
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     layer_norm=norm.layer_norm,
@@ -55,14 +56,10 @@ REFERENCE = Kernels(
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_grouped=linear_grouped.pack_grouped,
-    pack_int8_table=PORTABLE.pack_int8_table,
-    pack_grouped_table=PORTABLE.pack_grouped_table,
-    quantise_int4=PORTABLE.quantise_int4,
-    quantise_int8=PORTABLE.quantise_int8,
     pack_experts=moe.pack_experts,
 )
 # For logprobs in float32, compared with transformers in float64. In float32, transformers itself is off by up to 4e-4.
-TOLERANCE = 2e-4
+TOLERANCE = 2.5e-4
 HYBRID_TOLERANCE = 5e-4  # gates amplify rounding errors: 2.1e-4 without compiled kernels on a Xeon with AMX
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 150)  # blocks have 16, windows 21 and 37, key tiles 128 tokens
 

@@ -20,6 +20,12 @@ VARIANTS = library.Library(PATH).variants if PATH is not None else ()
 needs_kernels = pytest.mark.skipif(PATH is None, reason="there are no compiled kernels")
 IDS = torch.tensor([3, 0, 36, 17, 17, 31] * 50)  # more than are looked up at a time
 FORMS = ("4 bits", "8 bits", "zeros", "minimums", "table", "float8", "divisors")
+SCALES = {
+    "float16": torch.tensor([1.5, -(2.0**-14), 2.0**-24, 65504.0, 1023 * 2.0**-24]).half(),
+    "bfloat16": torch.tensor([1.5, 2.0**-100, -3.0e38, 2.0**-133]).bfloat16(),
+    "e8m0": torch.tensor([127, 0, 254, 100], dtype=torch.uint8).view(torch.float8_e8m0fnu),
+    "e4m3": torch.tensor([1.5, -448.0, 2.0**-9, 7 * 2.0**-9, 2.0**-6]).to(torch.float8_e4m3fn),
+}
 
 
 @pytest.fixture(params=VARIANTS)
@@ -53,6 +59,26 @@ def test_groups(form: str, compiled: library.Library) -> None:
     assert torch.equal(packed.look_up(IDS), weight.dequantise()[IDS])
     x = torch.randn(3, 96)
     assert torch.allclose(packed.multiply(x), x @ weight.dequantise().T, rtol=1e-3, atol=1e-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SCALES)
+def test_scales_of_each_type(kind: str, dtype: torch.dtype, compiled: library.Library) -> None:
+    """Subnormal numbers and the largest ones among them."""
+    weight = random_weight("4 bits")
+    scales = SCALES[kind].view(torch.uint8).view(len(SCALES[kind]), -1)
+    chosen = scales[torch.arange(37 * 3) % len(scales)].view(SCALES[kind].dtype).view(37, 3)
+    weight = replace(weight, scales=chosen)
+    packed = GroupQuantPacker(compiled).pack_table(weight, None, dtype)
+    assert torch.equal(packed.look_up(IDS), weight.dequantise().to(dtype)[IDS])
+
+
+@needs_kernels
+def test_an_order_of_inputs(compiled: library.Library) -> None:
+    weight = replace(random_weight("zeros"), order=torch.randperm(96, generator=torch.Generator().manual_seed(2)))
+    packed = GroupQuantPacker(compiled).pack_table(weight, None, torch.bfloat16)
+    assert torch.equal(packed.look_up(IDS), weight.dequantise().bfloat16()[IDS])
 
 
 @needs_kernels

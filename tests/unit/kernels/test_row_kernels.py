@@ -65,6 +65,19 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=2**-7 if ours.dtype == torch.bfloat16 else 1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("magnitude", [1.0, 1.3])
+@pytest.mark.parametrize("pairs", [1, 7, 64])
+def test_angles(kernels: RowKernels, pairs: int, magnitude: float) -> None:
+    positions = torch.arange(ROWS) * 25_000
+    frequencies = 1.0 / 10_000 ** (torch.arange(pairs) / pairs)
+    ours = kernels.compute_angles(positions, frequencies, magnitude)
+    theirs = rope.compute_angles(positions, frequencies, magnitude)
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=3e-7)
+        assert left.is_contiguous()
+    assert_rows_alone(lambda some: torch.cat(kernels.compute_angles(some, frequencies, magnitude), 1), positions)
+
+
 class TestNorm:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", WIDTHS)

@@ -109,6 +109,32 @@ def test_messages_in_both_directions_arrive_in_order() -> None:
     assert submitted == delivered == list(range(300))
 
 
+def test_requests_of_one_turn_of_the_event_loop_are_sent_in_one_message() -> None:
+    """One that cannot be encoded disturbs no other, and an Abort follows what it aborts."""
+    sampling = Sampling(max_tokens=1, seed=0)
+    good = [EngineCoreRequest(id=index, prompt_ids=[1], sampling=sampling) for index in range(3)]
+    bad = EngineCoreRequest(id=3, prompt_ids=[1], sampling=sampling, cache_salt="\ud800")
+
+    async def run() -> None:
+        client = EngineClient(Meter(Clock()))
+        peer = Peer(client)
+        for request in good[:2]:
+            client.submit_many([(request, lambda output: None)])
+        with pytest.raises(UnicodeEncodeError):
+            client.submit_many([(bad, lambda output: None)])
+        await asyncio.sleep(0)
+        client.submit_many([(good[2], lambda output: None)])
+        client.abort([2])
+        received = [await asyncio.to_thread(peer.receive) for _ in range(3)]
+        assert received == [messages.Submit(good[:2]), messages.Submit(good[2:]), messages.Abort([2])]
+        client.submit_many([(good[0], lambda output: None)])
+        client.close()
+        await asyncio.sleep(0)
+        peer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_message_that_cannot_be_sent_yet_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq may notice that the engine is gone only after it has reported that a message can be sent."""
 

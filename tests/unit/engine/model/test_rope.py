@@ -11,6 +11,7 @@ from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.rope import read_rope
 from serve_llm.engine.model.rope import build_angles, inverse_frequencies
 from serve_llm.engine.model.rope_spec import DynamicScaling, RopeSpec
+from serve_llm.kernels.rope import compute_angles
 from support.tiny import ROPE_SCALINGS
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def test_equals_transformers(parameters: dict[str, object], head_dim: int) -> No
     frequencies, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, CPU)
     torch.testing.assert_close(inverse_frequencies(rope, head_dim), frequencies, rtol=1e-6, atol=0)
     positions = torch.arange(500)
-    cos, sin = build_angles(rope, head_dim, CPU)(positions)
+    cos, sin = build_angles(rope, head_dim, CPU, compute_angles)(positions)
     angle = positions[:, None] * frequencies
     torch.testing.assert_close(cos, angle.cos() * magnitude, atol=2e-4, rtol=0)
     torch.testing.assert_close(sin, angle.sin() * magnitude, atol=2e-4, rtol=0)
@@ -54,7 +55,7 @@ def test_dynamic_equals_transformers_at_each_length(head_dim: int) -> None:
     rope, config = both(ROPE_SCALINGS["dynamic"], head_dim)
     assert isinstance(rope.scaling, DynamicScaling)
     positions = torch.tensor([0, 1, 100, 255, 256, 257, 400, 511])
-    cos, sin = build_angles(rope, head_dim, CPU)(positions)
+    cos, sin = build_angles(rope, head_dim, CPU, compute_angles)(positions)
     for row, position in enumerate(positions.tolist()):
         frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, CPU, seq_len=position + 1)
         torch.testing.assert_close(cos[row], (position * frequencies).cos(), atol=2e-4, rtol=0)
@@ -67,7 +68,7 @@ def test_a_position_has_one_angle_in_every_batch(parameters: dict[str, object], 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        at = build_angles(both(parameters, 14)[0], 14, CPU)
+        at = build_angles(both(parameters, 14)[0], 14, CPU, compute_angles)
         positions = torch.randperm(512)
         cos, sin = at(positions)
         for count in (1, 2, 3, 5, 17, 100, 511):

@@ -1,0 +1,120 @@
+// Rows of packed matrices, looked up as an embedding needs them. Independent of torch.
+
+#include <cstring>
+
+#include "grouped.h"
+#include "linear.h"
+#include "parallel.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int64_t ALONE = 4096;  // numbers that one thread looks up before another one has started
+
+float of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+uint16_t rounded_to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// A float whose exponent has `EXPONENT` bits and whose mantissa has `MANTISSA` bits, without infinity and NaN.
+template <int EXPONENT, int MANTISSA>
+float small_float(uint32_t bits) {
+  constexpr int BIAS = (1 << (EXPONENT - 1)) - 1;
+  const uint32_t magnitude = bits & ((1u << (EXPONENT + MANTISSA)) - 1), sign = bits >> (EXPONENT + MANTISSA);
+  const float x = of_bits(magnitude << (23 - MANTISSA)) * of_bits((254u - BIAS) << 23);  // by 2^(127 - BIAS): exact
+  return sign ? -x : x;
+}
+
+float stored_number(const void* numbers, ScaleType type, int64_t i) {
+  switch (type) {
+    case SCALE_FLOAT32: return ((const float*)numbers)[i];
+    case SCALE_FLOAT16: return small_float<5, 10>(((const uint16_t*)numbers)[i]);
+    case SCALE_BFLOAT16: return of_bits((uint32_t)((const uint16_t*)numbers)[i] << 16);
+    case SCALE_E4M3: return small_float<4, 3>(((const uint8_t*)numbers)[i]);
+    case SCALE_E8M0: break;
+  }
+  const uint32_t exponent = ((const uint8_t*)numbers)[i];
+  return of_bits(exponent == 0 ? 0x00400000 : exponent == 255 ? 0x7fc00000 : exponent << 23);
+}
+
+// The rows that are looked up.
+struct Output {
+  void* rows;  // (count, inputs) bfloat16 or float32
+  bool bf16;
+  int inputs;
+  void put(int64_t row, int input, float x) const {
+    const int64_t at = row * inputs + input;
+    if (bf16)
+      ((uint16_t*)rows)[at] = rounded_to_bf16(x);
+    else
+      ((float*)rows)[at] = x;
+  }
+};
+
+int64_t rows_alone(int inputs) { return inputs < ALONE ? ALONE / inputs : 1; }
+
+// Each number as (value - zero) * (scale / divisor) - minimum.
+void look_up_grouped(const GroupedProduct& p, int columns, const float* values, int64_t id, const Output& output,
+                     int64_t row) {
+  const int bits = p.coding == EIGHT_BITS || p.coding == FLOAT8 ? 8 : 4, numbers = 32 / bits;
+  const int64_t panel = id / columns, column = id % columns;
+  int unit = 0;
+  for (int group = 0; group < p.groups; group++) {
+    const int64_t at = (panel * p.groups + group) * columns + column;
+    float scale = stored_number(p.scale, p.scale_type, at);
+    if (p.divisor != nullptr) scale /= p.divisor[id];
+    const float zero = p.zero == nullptr ? 0 : stored_number(p.zero, p.scale_type, at);
+    const float minimum = p.minimum == nullptr ? 0 : stored_number(p.minimum, p.scale_type, at);
+    const int end = group == p.groups - 1 ? p.units : p.first_units + group * p.group_units;
+    for (; unit < end; unit++) {
+      const uint32_t word = p.weight[(panel * p.units + unit) * columns + column];
+      for (int i = 0, input = unit * numbers; i < numbers && input < p.inputs; i++, input++) {
+        float x = values[word >> (i * bits) & ((1u << bits) - 1)];
+        if (p.zero != nullptr) x -= zero;
+        x *= scale;
+        if (p.minimum != nullptr) x -= minimum;
+        output.put(row, input, x);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// ids: (count). columns: of a panel. values: of the codes. output: (count, inputs).
+EXPORT void serve_llm_look_up_grouped(const GroupedProduct* product, int columns, const float* values, const int64_t* ids,
+                                      int64_t count, void* output, int bf16, int threads) {
+  const Output rows = {output, bf16 != 0, product->inputs};
+  parallel(count, rows_alone(product->inputs), threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) look_up_grouped(*product, columns, values, ids[row], rows, row);
+  });
+}
+
+// The same for a weight in int8.
+EXPORT void serve_llm_look_up_int8(const Product* product, int columns, int inputs, const int64_t* ids, int64_t count,
+                                   void* output, int bf16, int threads) {
+  const Product& p = *product;
+  const Output rows = {output, bf16 != 0, inputs};
+  parallel(count, rows_alone(inputs), threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      const int64_t panel = ids[row] / columns, column = ids[row] % columns;
+      const float scale = p.weight_scale[ids[row]];
+      for (int input = 0; input < inputs; input++) {
+        const uint32_t word = p.weight[(panel * p.units + input / 4) * columns + column];
+        rows.put(row, input, (float)(int8_t)(word >> (input % 4 * 8)) * scale);
+      }
+    }
+  });
+}
+
+}  // extern "C"
