@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from serve_llm.kernels.cpu.recorded_operations import Call, RecordedOperations
+
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 
-
-Call = tuple[Callable[..., object], Sequence[Any]]
 Repeat = Callable[[Any, int], object]  # `serve_llm_repeat` in repeat.cpp
 
 
@@ -72,10 +72,14 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Results get their memory from a pool. As in the step itself, later calls may overwrite a result that no tensor of
     the step holds any more."""
 
-    def __init__(self, pool: BufferPool, repeat: Repeat | None = None) -> None:
-        """repeat: repeats several kernels; None if this processor has none."""
+    def __init__(
+        self, pool: BufferPool, repeat: Repeat | None = None, operations: RecordedOperations | None = None
+    ) -> None:
+        """repeat: repeats several kernels; None if this processor has none. operations: kernels to use instead of
+        torch's operations."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pool = pool
+        self._operations = operations
         self._repeat = repeat
         self._calls: list[Call] = []
         self._joined: list[Call] | None = None  # the same calls, those of kernels joined
@@ -112,8 +116,15 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{operation} reads back a value, so the step cannot be recorded")
         elif not _is_view(result, arguments):
             result = tree_map(self._move, result)
-            repeat = partial(_repeat, tree_map(self._pool.borrow, result), operation, options)
-            self._record(repeat, arguments)
+            found = None
+            if self._operations is not None and isinstance(result, Tensor) and not options:
+                found = self._operations.find(operation, arguments, result)
+            if found is None:
+                repeat = partial(_repeat, tree_map(self._pool.borrow, result), operation, options)
+                self._record(repeat, arguments)
+            else:
+                self._calls.append(found)
+                self.keep(tree_map(self._pool.borrow, arguments))
         return result
 
     def replay(self) -> None:

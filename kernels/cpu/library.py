@@ -18,6 +18,7 @@ from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.cpu.call_recorder import BufferPool, CallRecorder, RecordedCall
+from serve_llm.kernels.cpu.recorded_operations import RecordedOperations
 
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")  # as the library numbers them, slowest first
 # The fastest variant that each value of oneDNN's variable allows, for these kernels as for torch's.
@@ -90,6 +91,7 @@ class Library:
         check_sources(self.compiled, "problem", ctypes.sizeof(Problem))
         check_sources(self.compiled, "recordedcall", ctypes.sizeof(RecordedCall))
         self._recorder: CallRecorder | None = None
+        self._operations = RecordedOperations(self.compiled)
         allowed = enumerate(allowed_variants(os.environ))
         runnable = [number for number, _ in allowed if self.compiled.serve_llm_supported(number)]
         compiled = [number for number in runnable if self.compiled.serve_llm_compiled(number)]
@@ -110,7 +112,7 @@ class Library:
     def record(self, pool: BufferPool) -> Iterator[CallRecorder]:
         """A context that records the kernels of this library that are called. pool: holds their results."""
         repeat = self.compiled.serve_llm_repeat if self.compiled.serve_llm_can_repeat() else None
-        with CallRecorder(pool, repeat) as recorder:
+        with CallRecorder(pool, repeat, self._operations) as recorder:
             self._recorder = recorder
             try:
                 yield recorder

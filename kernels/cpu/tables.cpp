@@ -1,4 +1,4 @@
-// Rows of packed matrices, looked up as an embedding needs them. Independent of torch.
+// Rows of matrices, packed or not, looked up as an embedding needs them, and their sums. Independent of torch.
 
 #include <cstring>
 
@@ -17,6 +17,8 @@ float of_bits(uint32_t bits) {
   memcpy(&x, &bits, sizeof x);
   return x;
 }
+
+float of_bf16(uint16_t x) { return of_bits((uint32_t)x << 16); }
 
 uint16_t rounded_to_bf16(float x) {
   uint32_t bits;
@@ -37,7 +39,7 @@ float stored_number(const void* numbers, ScaleType type, int64_t i) {
   switch (type) {
     case SCALE_FLOAT32: return ((const float*)numbers)[i];
     case SCALE_FLOAT16: return small_float<5, 10>(((const uint16_t*)numbers)[i]);
-    case SCALE_BFLOAT16: return of_bits((uint32_t)((const uint16_t*)numbers)[i] << 16);
+    case SCALE_BFLOAT16: return of_bf16(((const uint16_t*)numbers)[i]);
     case SCALE_E4M3: return small_float<4, 3>(((const uint8_t*)numbers)[i]);
     case SCALE_E8M0: break;
   }
@@ -59,7 +61,7 @@ struct Output {
   }
 };
 
-int64_t rows_alone(int inputs) { return inputs < ALONE ? ALONE / inputs : 1; }
+int64_t rows_alone(int64_t width) { return width < ALONE ? ALONE / width : 1; }
 
 // Each number as (value - zero) * (scale / divisor) - minimum.
 void look_up_grouped(const GroupedProduct& p, int columns, const float* values, int64_t id, const Output& output,
@@ -90,6 +92,30 @@ void look_up_grouped(const GroupedProduct& p, int columns, const float* values, 
 }  // namespace
 
 extern "C" {
+
+// Rows of `row_bytes` each. ids: (count). output: (count) rows.
+EXPORT void serve_llm_gather_rows(const char* table, int64_t row_bytes, const int64_t* ids, int64_t count, char* output,
+                                  int threads) {
+  parallel(count, rows_alone(row_bytes), threads, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) memcpy(output + row * row_bytes, table + ids[row] * row_bytes, row_bytes);
+  });
+}
+
+// x + y, rounded once. x, sum: (rows, width) bfloat16 or float32. y: the same, with `y_row` numbers from one row to the
+// next, which may be 0.
+EXPORT void serve_llm_add_rows(int bf16, const void* x, const void* y, int64_t y_row, void* sum, int64_t rows,
+                               int64_t width, int threads) {
+  parallel(rows, rows_alone(width), threads, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++)
+      for (int64_t i = 0; i < width; i++) {
+        const int64_t at = row * width + i, y_at = row * y_row + i;
+        if (bf16)
+          ((uint16_t*)sum)[at] = rounded_to_bf16(of_bf16(((const uint16_t*)x)[at]) + of_bf16(((const uint16_t*)y)[y_at]));
+        else
+          ((float*)sum)[at] = ((const float*)x)[at] + ((const float*)y)[y_at];
+      }
+  });
+}
 
 // ids: (count). columns: of a panel. values: of the codes. output: (count, inputs).
 EXPORT void serve_llm_look_up_grouped(const GroupedProduct* product, int columns, const float* values, const int64_t* ids,

@@ -52,6 +52,45 @@ def test_a_replay_computes_from_new_inputs(compute: Callable[[Tensor], Tensor]) 
         assert torch.equal(result, compute(x))
 
 
+OPERATIONS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {  # whether a kernel takes its place
+    "embedding": (True, lambda x: torch.nn.functional.embedding(torch.tensor([2, 0, 2, 4]), x)),
+    "rows": (True, lambda x: x[torch.tensor([4, 1])]),
+    "no rows": (False, lambda x: x[torch.tensor([], dtype=torch.int64)]),
+    "sum": (True, lambda x: x + x.flip(0)),
+    "sum with one row": (True, lambda x: x + x[3]),
+    "scaled sum": (False, lambda x: torch.add(x, x.flip(0), alpha=2)),
+    "sum with a number": (False, lambda x: x + 1),
+    "sum with a column": (False, lambda x: x + x[:, :1]),
+    "sum with another type": (False, lambda x: x + x.double()),
+    "sum with columns": (False, lambda x: x + x.flip(0).t().contiguous().t()),
+    "columns": (False, lambda x: x[:, torch.tensor([3, 1])]),
+    "cells": (False, lambda x: x[torch.tensor([3, 1]), torch.tensor([3, 1])]),
+    "mask": (False, lambda x: torch.where(x[:, 0] > 0, x[:, 1], x[:, 2])),
+    "rows of rows": (False, lambda x: x[torch.tensor([[3, 1], [0, 0]])]),
+}
+
+
+@pytest.mark.skipif(PATH is None, reason="no C++ compiler at installation")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_kernels_take_the_place_of_operations(name: str, dtype: torch.dtype) -> None:
+    """With the same bits: numbers of all sizes, among them those that are rounded and subnormal ones."""
+    assert PATH is not None
+    is_replaced, compute = OPERATIONS[name]
+    generator = torch.Generator().manual_seed(1)
+    scales = 2.0 ** torch.randint(-135, 100, (5, 700), generator=generator)
+    x = (torch.randn((5, 700), generator=generator) * scales).to(dtype)
+    expected = compute(x)
+    with torch.inference_mode(), library.Library(PATH).record(BufferPool()) as recorder:
+        result = compute(x)
+    kernels = [call for call, _ in recorder._calls if "serve_llm" in getattr(call, "__name__", "")]
+    assert bool(kernels) == is_replaced
+    with torch.inference_mode():
+        result.fill_(7)
+    replay(recorder)
+    assert torch.equal(result, expected)
+
+
 def fill(recorder: CallRecorder, tensor: Tensor, source: Tensor, added: float) -> Tensor:
     """Call a kernel that gets addresses. Returns `tensor`."""
 
