@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -29,13 +30,14 @@ def check_options(options: Options) -> None:
         raise OptionError("data_parallel_min, data_parallel_max: only a server adds and removes engines")
 
 
-def create_bar(use_tqdm: UseTqdm, total: int) -> tqdm[Any]:
-    if isinstance(use_tqdm, bool):
-        return tqdm(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
-    return use_tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+def create_bar(use_tqdm: UseTqdm, total: int) -> AbstractContextManager[tqdm[Any] | None]:
+    if use_tqdm is False:
+        return nullcontext()
+    create = tqdm if use_tqdm is True else use_tqdm
+    return create(total=total, desc="Processed prompts", dynamic_ncols=True)
 
 
-async def run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[Delta]]:
+async def run_all(generations: list[Generation], bar: tqdm[Any] | None) -> list[list[Delta]]:
     """Return the deltas of each generation, one per choice. Raises the first error, after ending all others."""
     num_tokens = 0
 
@@ -43,6 +45,8 @@ async def run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[De
         nonlocal num_tokens
         with generation:
             deltas = await generation.read_whole()
+        if bar is None:
+            return deltas
         num_tokens += generation.counts().completion
         bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.1f} output tokens/s", refresh=False)
         bar.update()
