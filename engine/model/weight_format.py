@@ -90,7 +90,7 @@ class ScaledNumbers:
     inputs: Inputs = "as they are"  # with fp8; static: rounded with a scale from the checkpoint
     has_exponents: bool = False  # scales are powers of two, stored as exponents in bytes (MXFP8), in fp8
 
-    input_scales = ("input_scale", "activation_scale")  # names of that scale
+    input_scales = ("input_scale", "activation_scale", "act_scale")  # names of that scale
 
     @property
     def marker(self) -> str:

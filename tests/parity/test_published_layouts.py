@@ -87,3 +87,44 @@ def test_orders_that_do_not_change_groups(form: str, order: str, tmp_path: Path)
     change = {"actorder": order}
     edit_config(tmp_path / "packed", lambda config: config["config_groups"]["group_0"]["weights"].update(change))
     check(tmp_path, vocab_size)
+
+
+def test_scales_of_inputs_in_the_first_version_of_autofp8(tmp_path: Path) -> None:
+    vocab_size = packed_floats.make_packed(tmp_path, "llama", "autofp8")
+    change_tensors(tmp_path, lambda all: {name.replace("input_scale", "act_scale"): all[name] for name in all})
+    check(tmp_path, vocab_size)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "fp8_pb_wo"])
+def test_blocks_of_model_optimizer(algorithm: str, tmp_path: Path) -> None:
+    """Scales have two more dimensions; blocks are 128 x 128."""
+    sizes = {"hidden_size": 128, "intermediate_size": 200}
+    vocab_size = packed_floats.make_packed(tmp_path, "llama", "fp8-128", **sizes)
+
+    def rename(tensors: Tensors) -> Tensors:
+        scales = {name: tensor for name, tensor in tensors.items() if name.endswith("weight_scale_inv")}
+        renamed = {name.removesuffix("_inv"): scale[:, None, :, None] for name, scale in scales.items()}
+        return {name: tensor for name, tensor in tensors.items() if name not in scales} | renamed
+
+    change_tensors(tmp_path, rename)
+    settings = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    edit_config(tmp_path / "packed", lambda config: (config.clear(), config.update(method_of(settings))))
+    check(tmp_path, vocab_size)
+
+
+def method_of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "producer": {"name": "modelopt"}, "quantization": settings}
+
+
+def test_blocks_of_quark(tmp_path: Path) -> None:
+    """AMD's files may have a list of one configuration for weights."""
+    vocab_size = packed_floats.make_packed(tmp_path, "llama", "fp8-native")
+
+    def rename(tensors: Tensors) -> Tensors:
+        return {name.replace("weight_scale_inv", "weight_scale"): tensor for name, tensor in tensors.items()}
+
+    change_tensors(tmp_path, rename)
+    quark = packed_floats._quark("fp8_e4m3", "per_block", block_size=[24, 40])
+    quark["global_quant_config"]["weight"] = [quark["global_quant_config"]["weight"]]
+    edit_config(tmp_path / "packed", lambda config: (config.clear(), config.update(quark)))
+    check(tmp_path, vocab_size)
