@@ -9,7 +9,14 @@ import struct
 
 from serve_llm.common.errors import ModelError, UnsupportedModel
 from serve_llm.common.gguf.adaptations import ADAPTATIONS, JOINS_QKV, UNUSED_LAYERS
-from serve_llm.common.gguf.architectures import ARCHITECTURES, COMMON, IGNORED, MIXTRAL, GGUFArchitecture
+from serve_llm.common.gguf.architectures import (
+    ARCHITECTURES,
+    COMMON,
+    IGNORED,
+    IGNORED_PREFIXES,
+    MIXTRAL,
+    GGUFArchitecture,
+)
 from serve_llm.common.gguf.file import GGUFFile
 
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -95,7 +102,8 @@ class _Translation:
                 value = config.pop(usual)
                 config |= {name: value} if name else {}
         self.take(POOLING)
-        if unknown := sorted(f"{self._name}.{key}" for key in self._rest.keys() - set(IGNORED)):
+        unread = {key for key in self._rest.keys() - set(IGNORED) if not key.startswith(IGNORED_PREFIXES)}
+        if unknown := sorted(f"{self._name}.{key}" for key in unread):
             raise ModelError(
                 f"{self._file.path}: unknown metadata keys, which may mean another computation: {', '.join(unknown)}"
             )

@@ -103,6 +103,7 @@ OUTSIDE = {
 }
 MASKED_HEAD = r"cls(\.norm)?\.weight"  # what predicts masked tokens in ModernBERT
 ROPE_FACTORS = r"rope_freqs\.weight|rope_factors_(long|short)\.weight"  # read with the metadata
+IMAGE_PART = r"(v|mm)\..*"  # in the same file, as Ollama stores it
 IN_LAYER = "layers.{layer}."
 
 
@@ -157,7 +158,7 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
         embedding="token_embd.weight",
         head="output.weight",
         prefix="",
-        ignored=(ROPE_FACTORS, MASKED_HEAD, *unused),
+        ignored=(ROPE_FACTORS, MASKED_HEAD, IMAGE_PART, *unused),
         is_gguf=True,
     )
     return spec, renamed

@@ -102,6 +102,12 @@ def test_types_that_differ_and_a_packed_head(tmp_path: Path) -> None:
     check(tmp_path, make_gguf(tmp_path, "llama", "Q4_K", others=others, metadata=metadata))
 
 
+def test_keys_of_the_image_part(tmp_path: Path) -> None:
+    """As in files of Google and Ollama, which name rope's bases differently, too."""
+    metadata = {"gemma3.mm.tokens_per_image": 256, "gemma3.vision.block_count": 27}
+    check(tmp_path, make_gguf(tmp_path, "gemma3_text", metadata=metadata))
+
+
 @pytest.mark.parametrize("rope", ["linear", "yarn", "llama3"])
 def test_scaled_rope(rope: str, tmp_path: Path) -> None:
     check(tmp_path, make_gguf(tmp_path, "llama", "Q8_0", rope=rope))
