@@ -128,3 +128,41 @@ def test_blocks_of_quark(tmp_path: Path) -> None:
     quark["global_quant_config"]["weight"] = [quark["global_quant_config"]["weight"]]
     edit_config(tmp_path / "packed", lambda config: (config.clear(), config.update(quark)))
     check(tmp_path, vocab_size)
+
+
+def split_experts(tensors: Tensors, form: str, joins_gate_up: bool) -> tuple[Tensors, Tensors]:
+    """Return gpt-oss's tensors with experts as packed modules, and the plain ones of the same values."""
+    plain = dict(tensors)
+    stored = {}
+    for name, tensor in tensors.items():
+        before, _, last = name.rpartition(".")
+        if not before.endswith(".experts"):
+            renamed = name.replace(".router.", ".router.linear.") if joins_gate_up else name
+            stored[renamed] = tensor
+            continue
+        product, kind = last.removesuffix("_bias"), "bias" if last.endswith("_bias") else "weight"
+        halves = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)} if product == "gate_up_proj" else {}
+        for number, expert in enumerate(tensor):
+            rows = expert if kind == "bias" else expert.T
+            parts = {product: slice(None)} if joins_gate_up or not halves else halves
+            for part, chosen in parts.items():
+                module = f"{before}.{part}s.{number}" if joins_gate_up else f"{before}.experts.{number}.{part}"
+                if kind == "bias":
+                    stored[f"{module}.bias"] = rows[chosen].contiguous()
+                    continue
+                numbers, whole = packed_floats.pack_module(rows[chosen].float().contiguous(), form)
+                stored |= {f"{module}.{suffix}": one.contiguous() for suffix, one in numbers.items()}
+                plain[name][number].T[chosen] = whole
+    return stored, plain
+
+
+@pytest.mark.parametrize(
+    ("form", "joins_gate_up"), [("nf4-nested", True), ("nf4", True), ("nvfp4", False), ("fp8-channel", False)]
+)
+def test_experts_of_gpt_oss_as_modules(form: str, joins_gate_up: bool, tmp_path: Path) -> None:
+    """As in unsloth's bitsandbytes files and in those of llm-compressor."""
+    vocab_size = packed_floats.make_packed(tmp_path, "gpt_oss", form, choose=lambda name: False)
+    stored, plain = split_experts(load_file(tmp_path / "plain" / "model.safetensors"), form, joins_gate_up)
+    save_file(stored, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    check(tmp_path, vocab_size)
