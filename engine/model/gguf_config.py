@@ -31,6 +31,11 @@ FORMS = {
     "IQ4_NL": GroupQuantForm(4, 32, has_zeros=False, has_table=True),
     "IQ4_XS": GroupQuantForm(4, 32, has_zeros=False, scale_bytes=4, has_table=True),
     "MXFP4": MXFP4,
+    **{  # whose codes take 4 bits when their numbers are looked up in a table instead of a grid
+        name: GroupQuantForm(4, group_size, has_zeros=False, scale_bytes=4, has_table=True)
+        for group_size, names in ((16, ("IQ1_M", "IQ2_XS", "IQ2_S")), (32, ("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S")))
+        for name in names
+    },
 }
 # Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
 INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")

@@ -17,7 +17,8 @@ from support.matrix import mostly_slow
 from support.parity import check_greedy, check_logprobs, random_prompts
 
 STORAGES = (
-    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()  # each with at least one family
+    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4 IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S "
+    "IQ3_XXS IQ3_S".split()  # each with at least one family
 )
 PAIRS = [
     *zip(FAMILIES, (*STORAGES[1:], *STORAGES), strict=False),

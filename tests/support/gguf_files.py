@@ -178,7 +178,9 @@ def pack(values: np.ndarray, kind: GGMLQuantizationType, generator: np.random.Ge
         block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         shape = (*values.shape[:-1], values.shape[-1] // block, num_bytes)
         blocks = generator.integers(0, 256, shape, dtype=np.uint8)
-        for place, size in SCALES[kind.name]:
+        if kind is GGMLQuantizationType.IQ1_M:
+            set_scale_of_iq1_m(blocks)
+        for place, size in SCALES.get(kind.name, ()):
             scales = generator.uniform(0.5, 1.0, (*shape[:-1], 1)) * size
             blocks[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
         return blocks.reshape(*values.shape[:-1], -1)
@@ -192,7 +194,21 @@ SCALES = {  # position of a block's float16 numbers, and their magnitude for wei
     "Q6_K": ((208, 5e-5),),
     "IQ4_NL": ((0, 2e-3),),
     "IQ4_XS": ((0, 1e-4),),
+    "IQ1_S": ((0, 1e-2),),
+    "IQ2_XXS": ((0, 1e-3),),
+    "IQ2_XS": ((0, 1e-3),),
+    "IQ2_S": ((0, 1e-3),),
+    "IQ3_XXS": ((0, 5e-4),),
+    "IQ3_S": ((0, 5e-4),),
 }
+
+
+def set_scale_of_iq1_m(blocks: np.ndarray) -> None:
+    """Write 0.01 to the highest 4 bits of the last four words of each block."""
+    (bits,) = np.array([0.01], dtype=np.float16).view(np.uint16)
+    for place in range(4):
+        last = blocks[..., 49 + 2 * place]
+        last[...] = last & 0xF | ((int(bits) >> (4 * place)) & 0xF) << 4
 
 
 def permute(rows: np.ndarray, heads: int, back: bool = False) -> np.ndarray:

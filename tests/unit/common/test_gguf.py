@@ -174,7 +174,7 @@ KEY = text("k") + struct.pack("<I", 4) + struct.pack("<I", 7)
         (header(tensor(0), bytes(256), tensors=1), r"tensor t has shape \[0\]"),
         (header(tensor(1, 1, 1, 1, 1), bytes(256), tensors=1), "tensor t has 5 dimensions"),
         (header(tensor(16, kind=8), bytes(256), tensors=1), "tensor t has rows of 16 numbers, which are not whole"),
-        (header(tensor(256, kind=16), bytes(256), tensors=1), "tensor t is of type IQ2_XXS, which is not supported"),
+        (header(tensor(256, kind=35), bytes(256), tensors=1), "tensor t is of type TQ2_0, which is not supported"),
         (header(tensor(256, kind=99), bytes(256), tensors=1), "tensor t is of type number 99"),
         (
             header(text("general.alignment"), struct.pack("<II", 4, 3), keys=1),
