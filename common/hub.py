@@ -175,8 +175,8 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(directory: Path | str) -> dict[str, object]:
-    """Read the checkpoint's config.json, including a quantization_config that some writers store in a separate file or
-    under another key. Raises ModelError."""
+    """Read the checkpoint's config.json, including a quantization_config that some writers store in a separate file,
+    under another key or inside text_config. Raises ModelError."""
     config = read_json(Path(directory) / "config.json")
     older = config.get(_OLD_QUANTIZATION_KEY)
     if isinstance(older, dict) and older and "quantization_config" not in config:
@@ -184,6 +184,9 @@ def read_config(directory: Path | str) -> dict[str, object]:
         numbers = older.pop("quantization_config", None)
         older |= numbers if isinstance(numbers, dict) else {}
         config["quantization_config"] = {"quant_method": "compressed-tensors", **older}
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get("quantization_config") and not config.get("quantization_config"):
+        config["quantization_config"] = text["quantization_config"]
     for name, method in _QUANTIZATION_FILES.items():
         if not config.get("quantization_config") and (path := Path(directory) / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(path)}

@@ -98,6 +98,18 @@ def test_an_older_key_of_compressed_tensors(tmp_path: Path) -> None:
         assert read_config(directory) == both, "whose reader refuses what it does not know"
 
 
+def test_a_quantization_config_may_be_that_of_the_text_part(tmp_path: Path) -> None:
+    numbers, others = {"quant_method": "fp8"}, {"quant_method": "awq"}
+    path = tmp_path / "config.json"
+    for text, whole in ((numbers, {}), (numbers, {"quantization_config": None})):
+        path.write_text(json.dumps({"text_config": {"quantization_config": text}, **whole}))
+        assert read_config(tmp_path)["quantization_config"] == numbers
+    path.write_text(json.dumps({"text_config": {"quantization_config": numbers}, "quantization_config": others}))
+    assert read_config(tmp_path)["quantization_config"] == others
+    path.write_text(json.dumps({"text_config": [{"quantization_config": numbers}]}))
+    assert "quantization_config" not in read_config(tmp_path)
+
+
 def test_download(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
     asked: list[tuple[object, dict[str, object]]] = []
 
