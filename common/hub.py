@@ -36,6 +36,8 @@ _OLD_QUANTIZATION_KEY = (
     "compression_config"  # written by compressed-tensors, with or without a quantization_config inside
 )
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# GGUF files beside a model's: the part that reads images or audio, and what importance was measured with.
+_GGUF_COMPANIONS = ("*mmproj*", "*imatrix*")
 # Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.
 _COPIES = ("*/*", "consolidated*.safetensors")
 
@@ -88,7 +90,7 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Pa
             raise ModelError(f"there is no file {path}: check the path; organisation/name:FILE.gguf is one on the Hub")
         return path
     if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
+        found = _leave_out_companions(sorted(path.glob("*.gguf")))
         if not found or any(path.glob("*.safetensors")):
             return None
         where = path
@@ -100,15 +102,26 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Pa
         wanted = kind if kind.endswith(".gguf") else f"*{kind}.gguf"
         patterns = tuple(dict.fromkeys((wanted, f"*{kind.lower()}.gguf", f"*{kind.upper()}.gguf")))
         parts = tuple(pattern.replace(".gguf", "-*-of-*.gguf") for pattern in patterns)
-        where = _download(repository, revision, download_dir, patterns + parts, ignored=())
+        is_exact = kind.endswith(".gguf")
+        ignored = () if is_exact else _GGUF_COMPANIONS
+        where = _download(repository, revision, download_dir, patterns + parts, ignored)
         lower = {pattern.lower() for pattern in patterns + parts}
         found = sorted(
             file for file in where.rglob("*.gguf") if any(fnmatch(file.name.lower(), pattern) for pattern in lower)
         )
+        found = found if is_exact else _leave_out_companions(found)
     if len(found) == 1 or (found and found == list_parts(found[0])):
         return found[0]
     names = ", ".join(file.name for file in found) or "none"
     raise ModelError(f"{model}: one file {wanted} is needed in {where}, found: {names}; name one")
+
+
+def _leave_out_companions(found: list[Path]) -> list[Path]:
+    """Leave out files that hold no model of their own, unless there are no others."""
+    models = [
+        file for file in found if not any(fnmatch(file.name.lower(), companion) for companion in _GGUF_COMPANIONS)
+    ]
+    return models or found
 
 
 def _download_modules(model: str, revision: str | None, download_dir: str | None, directory: Path) -> None:

@@ -149,6 +149,24 @@ def test_gguf_files_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Downlo
     assert asked[0] == ("org/tiny", ["*q4_k_m.gguf", "*Q4_K_M.gguf", *parts])
 
 
+def test_gguf_files_beside_that_of_the_model(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
+    """The image part has the same suffix, and is not chosen."""
+    asked: list[object] = []
+    directory = checkpoint(tmp_path / "snapshot", "tiny-F16.gguf", "mmproj-F16.gguf", "tiny-imatrix.gguf")
+
+    def download(name: str, **arguments: object) -> str:
+        asked.append(arguments["ignore_patterns"])
+        return str(directory)
+
+    on_the_hub(download)
+    for model in ("org/tiny:F16", str(directory)):
+        with pytest.raises(ModelError, match=r"tiny-F16\.gguf (ends amid the header|is not a GGUF file)"):
+            resolve_model(model)
+    with pytest.raises(ModelError, match=r"mmproj-F16\.gguf (ends amid the header|is not a GGUF file)"):
+        resolve_model("org/tiny:mmproj-F16.gguf")
+    assert asked == [["*mmproj*", "*imatrix*"], []]
+
+
 def test_a_gguf_file_that_is_not_there_is_not_looked_up(on_the_hub: Callable[[Download], None]) -> None:
     on_the_hub(lambda name, **arguments: pytest.fail("asked the Hub"))
     with pytest.raises(ModelError, match=r"there is no file models/x\.gguf: check the path"):
