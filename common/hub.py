@@ -203,6 +203,9 @@ def read_config(directory: Path | str) -> dict[str, object]:
     for name, method in _QUANTIZATION_FILES.items():
         if not config.get("quantization_config") and (path := Path(directory) / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(path)}
+    stored = config.get("quantization_config")
+    if isinstance(stored, dict) and isinstance(stored.get("quant_method"), str):
+        stored["quant_method"] = stored["quant_method"].lower().replace("compressed_tensors", "compressed-tensors")
     return config
 
 

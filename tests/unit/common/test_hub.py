@@ -149,6 +149,14 @@ def test_gguf_files_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Downlo
     assert asked[0] == ("org/tiny", ["*q4_k_m.gguf", "*Q4_K_M.gguf", *parts])
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"), [("AWQ", "awq"), ("compressed_tensors", "compressed-tensors"), ("new", "new"), (3, 3)]
+)
+def test_spellings_of_methods(method: object, expected: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    assert read_config(tmp_path) == {"quantization_config": {"quant_method": expected}}
+
+
 def test_gguf_files_beside_that_of_the_model(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
     """The image part has the same suffix, and is not chosen."""
     asked: list[object] = []
