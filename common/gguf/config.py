@@ -30,6 +30,14 @@ LARGEST_HEAD = 1 << 16
 # Metadata other than the architecture's; the last is a publisher's.
 NAMESPACES = ("general.", "tokenizer.", "quantize.", "split.", "mradermacher.")
 EMPTY_WHEN_ZERO = ("expert_count", "expert_used_count", "attention.sliding_window", "attention.q_lora_rank")
+SAMPLING = "general.sampling."
+SAMPLING_KEYS = {  # after SAMPLING -> key of generation_config.json; others are samplers that do not exist here
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 POOLING = "pooling_type"
 POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken"}  # with sentence-transformers' names; 0 for none
 
@@ -50,6 +58,12 @@ def read_pooling(file: GGUFFile) -> str | None:
         supported = ", ".join(f"{number} for {name}" for number, name in POOLING_TYPES.items())
         raise ModelError(f"{file.path}: {key} {kind!r} is not supported (supported: {supported})")
     return POOLING_TYPES[kind]
+
+
+def read_sampling(file: GGUFFile) -> dict[str, object]:
+    """Return the sampling defaults that the file recommends, as generation_config.json has them."""
+    found = {translated: file.metadata.get(f"{SAMPLING}{key}") for key, translated in SAMPLING_KEYS.items()}
+    return {translated: _simplify(value) for translated, value in found.items() if value is not None}
 
 
 class _Translation:

@@ -1,16 +1,19 @@
-"""Published GGUF files state the types and ends of tokens in several ways."""
+"""Published GGUF files state the types and ends of tokens in several ways, and defaults for sampling."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.file import GGUFFile, StoredTensor
 from serve_llm.common.gguf.tokenizer import Vocabulary, build_tokenizer, find_eos_ids
+from serve_llm.common.hub import read_json, resolve_model
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz\u2581<>_|"]
 
@@ -60,3 +63,27 @@ def test_lists_of_ends() -> None:
     for value, message in (([99], "must be an id below"), (7, "must be a list of ids")):
         with pytest.raises(ModelError, match=rf"a\.gguf: metadata key tokenizer\.ggml\.eos_token_ids {message}"):
             find_eos_ids(vocabulary([], [], eos_token_ids=value))
+
+
+def test_sampling_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that exist here are translated; samplers that do not are left out."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
+    for key, value in {
+        "context_length": 64,
+        "embedding_length": 64,
+        "block_count": 1,
+        "feed_forward_length": 96,
+    }.items():
+        writer.add_uint32(f"qwen2.{key}", value)
+    writer.add_uint32("qwen2.attention.head_count", 4)
+    writer.add_uint32("general.sampling.top_k", 20)
+    for key, number in {"temp": 0.6, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat_tau": 5.0}.items():
+        writer.add_float32(f"general.sampling.{key}", number)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_json(resolve_model(str(tmp_path / "a.gguf")) / "generation_config.json")
+    assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
