@@ -21,6 +21,7 @@ from serve_llm.common.adapter_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPT
 from serve_llm.common.cache_directory import cache_directory
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import make_checkpoint_directory
+from serve_llm.common.gguf.file import MAGIC
 from serve_llm.common.gguf.parts import list_parts
 from serve_llm.common.progress import make_download_log
 
@@ -85,7 +86,7 @@ def resolve_bin_model(model: str, revision: str | None = None, download_dir: str
 def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Return the GGUF file that the name refers to; None if it refers to another kind of checkpoint."""
     path = Path(model).expanduser()
-    if path.suffix == ".gguf" and not path.is_dir() and ":" not in model:
+    if _is_gguf_file(path) and ":" not in model:
         if not path.is_file():
             raise ModelError(f"there is no file {path}: check the path; organisation/name:FILE.gguf is one on the Hub")
         return path
@@ -116,6 +117,17 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Pa
     raise ModelError(f"{model}: one file {wanted} is needed in {where}, found: {names}; name one")
 
 
+def _is_gguf_file(path: Path) -> bool:
+    """Whether the path is that of a GGUF file, which need not exist. Ollama's have no suffix."""
+    if path.suffix == ".gguf":
+        return not path.is_dir()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:  # no file, or none that can be read
+        return False
+
+
 def _leave_out_companions(found: list[Path]) -> list[Path]:
     """Leave out files that hold no model of their own, unless there are no others."""
     models = [
@@ -140,7 +152,7 @@ def _download_modules(model: str, revision: str | None, download_dir: str | None
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The checkpoint directory with the files that `read_config` needs. Downloads nothing else, except a GGUF file.
     Raises ModelError like `resolve_model`."""
-    if ":" in model or Path(model).suffix == ".gguf" or _local(model) is not None:
+    if ":" in model or _is_gguf_file(Path(model).expanduser()) or _local(model) is not None:
         return resolve_model(model, revision, download_dir, weights=False)
     return _download(model, revision, download_dir, ("config.json", *_QUANTIZATION_FILES))
 

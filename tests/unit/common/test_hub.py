@@ -175,6 +175,18 @@ def test_gguf_files_beside_that_of_the_model(tmp_path: Path, on_the_hub: Callabl
     assert asked == [["*mmproj*", "*imatrix*"], []]
 
 
+def test_gguf_files_without_a_suffix(tmp_path: Path) -> None:
+    """As Ollama keeps them."""
+    path = tmp_path / "sha256-83c54730"
+    path.write_bytes(b"GGUF\3\0\0\0")
+    for resolve in (resolve_model, resolve_config):
+        with pytest.raises(ModelError, match=r"sha256-83c54730 ends amid the header"):
+            resolve(str(path))
+    path.write_bytes(b"{}")
+    with pytest.raises(ModelError, match=r"sha256-83c54730 is a file; give the checkpoint directory"):
+        resolve_model(str(path))
+
+
 def test_a_gguf_file_that_is_not_there_is_not_looked_up(on_the_hub: Callable[[Download], None]) -> None:
     on_the_hub(lambda name, **arguments: pytest.fail("asked the Hub"))
     with pytest.raises(ModelError, match=r"there is no file models/x\.gguf: check the path"):
