@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 
 from serve_llm.common.errors import ModelError, UnsupportedModel
-from serve_llm.common.gguf.adaptations import ADAPTATIONS, JOINS_QKV, UNUSED_LAYERS
+from serve_llm.common.gguf.adaptations import ADAPTATIONS, JOINS_GATE_UP, JOINS_QKV, UNUSED_LAYERS
 from serve_llm.common.gguf.architectures import (
     ARCHITECTURES,
     COMMON,
@@ -22,6 +22,7 @@ from serve_llm.common.gguf.file import GGUFFile
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
+FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # gate and up of a layer's experts in one tensor
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as in llama3 scaling
 LONG_FACTORS = "rope_factors_long.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
@@ -122,6 +123,8 @@ class _Translation:
                 f"{self._file.path}: unknown metadata keys, which may mean another computation: {', '.join(unknown)}"
             )
         stored_as = {key: config.pop(key) for key in (JOINS_QKV, UNUSED_LAYERS) if key in config}
+        if any(name.endswith(FUSED_EXPERTS) for name in tensors):
+            stored_as[JOINS_GATE_UP] = True
         types = {name: tensor.type.name for name, tensor in sorted(tensors.items())}
         config["quantization_config"] = {
             "quant_method": "gguf",

@@ -89,6 +89,15 @@ def test_experts_on_several_ranks(storage: str, tmp_path: Path) -> None:
     compare_engines(tmp_path, prompts, {"tensor": 3}, whole_experts)
 
 
+@pytest.mark.parametrize(("family", "storage"), [("qwen3_moe", "Q4_K"), ("mixtral", "Q8_0"), ("qwen2_moe", "IQ2_S")])
+def test_gate_and_up_of_experts_in_one_tensor(family: str, storage: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them with --fuse-gate-up-exps."""
+    prompts = random_prompts(make_gguf(tmp_path, family, storage, fuses_experts=True))
+    check_logprobs(resolve_model(str(tmp_path / "model.gguf")), tmp_path / "plain", prompts)
+    whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    compare_engines(tmp_path, prompts, {"tensor": 3}, {"pipeline": 2}, whole_experts)
+
+
 def test_gpt_oss_on_several_ranks(tmp_path: Path) -> None:
     """Checkpoints of gpt-oss in other formats store gate and up in one stack."""
     prompts = random_prompts(make_gguf(tmp_path, "gpt_oss", "MXFP4"))

@@ -91,6 +91,7 @@ def make_gguf(
     metadata: Mapping[str, int] | None = None,
     tensors_per_file: int = 0,
     architecture: str = "",
+    fuses_experts: bool = False,
     **overrides: Any,
 ) -> int:
     """Write a random model to directory/model.gguf, and the same numbers in float32 to directory/plain. Returns the
@@ -98,7 +99,8 @@ def make_gguf(
 
     storage: the type of linear layers, such as "Q4_K". others: the types of tensors, by the end of their names.
     leave_out: a tensor that the file lacks. metadata: additional keys. tensors_per_file: 0 for one file, otherwise for
-    several, model-00001-of-0000N.gguf and so on. architecture: the family's if empty.
+    several, model-00001-of-0000N.gguf and so on. architecture: the family's if empty. fuses_experts: whether
+    gate and up of a layer's experts are one tensor.
     """
     usual, sizes = FAMILIES[family]
     architecture = architecture or usual
@@ -117,6 +119,7 @@ def make_gguf(
         config["num_hidden_layers"],
     )
     generator = np.random.default_rng(0)
+    gates: dict[str, np.ndarray] = {}
     for name, tensor in stored.items():
         values = tensor.float().numpy()
         if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
@@ -130,7 +133,13 @@ def make_gguf(
         kind = choose_type(name, values, storage, others or {})
         if kind > GGMLQuantizationType.F16:
             packed = pack(values, kind, generator)
-            writer.add_tensor(full_name, packed, raw_dtype=kind)
+            if fuses_experts and "_up_exps" in full_name:
+                both = np.concatenate((gates.pop(full_name.replace("_up_", "_gate_")), packed), axis=1)
+                writer.add_tensor(full_name.replace("_up_", "_gate_up_"), both, raw_dtype=kind)
+            elif fuses_experts and "_gate_exps" in full_name:
+                gates[full_name] = packed
+            else:
+                writer.add_tensor(full_name, packed, raw_dtype=kind)
             values = quants.dequantize(packed, kind)
             if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
                 heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
