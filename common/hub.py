@@ -21,6 +21,7 @@ from serve_llm.common.adapter_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPT
 from serve_llm.common.cache_directory import cache_directory
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import make_checkpoint_directory
+from serve_llm.common.gguf.file import MAGIC
 from serve_llm.common.gguf.parts import list_parts
 from serve_llm.common.progress import make_download_log
 
@@ -36,6 +37,8 @@ _OLD_QUANTIZATION_KEY = (
     "compression_config"  # written by compressed-tensors, with or without a quantization_config inside
 )
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# GGUF files beside a model's: the part that reads images or audio, and what importance was measured with.
+_GGUF_COMPANIONS = ("*mmproj*", "*imatrix*")
 # Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.
 _COPIES = ("*/*", "consolidated*.safetensors")
 
@@ -83,12 +86,12 @@ def resolve_bin_model(model: str, revision: str | None = None, download_dir: str
 def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Return the GGUF file that the name refers to; None if it refers to another kind of checkpoint."""
     path = Path(model).expanduser()
-    if path.suffix == ".gguf" and not path.is_dir() and ":" not in model:
+    if _is_gguf_file(path) and ":" not in model:
         if not path.is_file():
             raise ModelError(f"there is no file {path}: check the path; organisation/name:FILE.gguf is one on the Hub")
         return path
     if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
+        found = _leave_out_companions(sorted(path.glob("*.gguf")))
         if not found or any(path.glob("*.safetensors")):
             return None
         where = path
@@ -100,15 +103,37 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Pa
         wanted = kind if kind.endswith(".gguf") else f"*{kind}.gguf"
         patterns = tuple(dict.fromkeys((wanted, f"*{kind.lower()}.gguf", f"*{kind.upper()}.gguf")))
         parts = tuple(pattern.replace(".gguf", "-*-of-*.gguf") for pattern in patterns)
-        where = _download(repository, revision, download_dir, patterns + parts, ignored=())
+        is_exact = kind.endswith(".gguf")
+        ignored = () if is_exact else _GGUF_COMPANIONS
+        where = _download(repository, revision, download_dir, patterns + parts, ignored)
         lower = {pattern.lower() for pattern in patterns + parts}
         found = sorted(
             file for file in where.rglob("*.gguf") if any(fnmatch(file.name.lower(), pattern) for pattern in lower)
         )
+        found = found if is_exact else _leave_out_companions(found)
     if len(found) == 1 or (found and found == list_parts(found[0])):
         return found[0]
     names = ", ".join(file.name for file in found) or "none"
     raise ModelError(f"{model}: one file {wanted} is needed in {where}, found: {names}; name one")
+
+
+def _is_gguf_file(path: Path) -> bool:
+    """Whether the path is that of a GGUF file, which need not exist. Ollama's have no suffix."""
+    if path.suffix == ".gguf":
+        return not path.is_dir()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:  # no file, or none that can be read
+        return False
+
+
+def _leave_out_companions(found: list[Path]) -> list[Path]:
+    """Leave out files that hold no model of their own, unless there are no others."""
+    models = [
+        file for file in found if not any(fnmatch(file.name.lower(), companion) for companion in _GGUF_COMPANIONS)
+    ]
+    return models or found
 
 
 def _download_modules(model: str, revision: str | None, download_dir: str | None, directory: Path) -> None:
@@ -127,7 +152,7 @@ def _download_modules(model: str, revision: str | None, download_dir: str | None
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The checkpoint directory with the files that `read_config` needs. Downloads nothing else, except a GGUF file.
     Raises ModelError like `resolve_model`."""
-    if ":" in model or Path(model).suffix == ".gguf" or _local(model) is not None:
+    if ":" in model or _is_gguf_file(Path(model).expanduser()) or _local(model) is not None:
         return resolve_model(model, revision, download_dir, weights=False)
     return _download(model, revision, download_dir, ("config.json", *_QUANTIZATION_FILES))
 
@@ -175,8 +200,8 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(directory: Path | str) -> dict[str, object]:
-    """Read the checkpoint's config.json, including a quantization_config that some writers store in a separate file or
-    under another key. Raises ModelError."""
+    """Read the checkpoint's config.json, including a quantization_config that some writers store in a separate file,
+    under another key or inside text_config. Raises ModelError."""
     config = read_json(Path(directory) / "config.json")
     older = config.get(_OLD_QUANTIZATION_KEY)
     if isinstance(older, dict) and older and "quantization_config" not in config:
@@ -184,9 +209,15 @@ def read_config(directory: Path | str) -> dict[str, object]:
         numbers = older.pop("quantization_config", None)
         older |= numbers if isinstance(numbers, dict) else {}
         config["quantization_config"] = {"quant_method": "compressed-tensors", **older}
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get("quantization_config") and not config.get("quantization_config"):
+        config["quantization_config"] = text["quantization_config"]
     for name, method in _QUANTIZATION_FILES.items():
         if not config.get("quantization_config") and (path := Path(directory) / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(path)}
+    stored = config.get("quantization_config")
+    if isinstance(stored, dict) and isinstance(stored.get("quant_method"), str):
+        stored["quant_method"] = stored["quant_method"].lower().replace("compressed_tensors", "compressed-tensors")
     return config
 
 

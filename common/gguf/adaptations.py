@@ -8,7 +8,7 @@ from typing import Protocol
 from serve_llm.common.errors import ModelError
 
 Config = dict[str, object]
-JOINS_QKV, UNUSED_LAYERS = "joins_qkv", "unused_layers"  # keys of quantization_config
+JOINS_QKV, JOINS_GATE_UP, UNUSED_LAYERS = "joins_qkv", "joins_gate_up", "unused_layers"  # keys of quantization_config
 SIGMOID = 2  # expert_gating_func; 1 is softmax
 # For older files without expert_group_count and expert_group_used_count: values of DeepSeek-V2 and V3, by number of
 # experts.

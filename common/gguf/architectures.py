@@ -109,7 +109,8 @@ ARCHITECTURES = {
         RMS_NORM
         | WINDOW
         | SOFTCAPS
-        | {"rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window_pattern": "sliding_window_pattern"},
+        | {"rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window_pattern": "sliding_window_pattern"}
+        | {"rope.local.freq_base": "rope_local_base_freq", "rope.global.freq_base": "rope_theta"},  # Ollama's names
         scales_by_width=62,
     ),
     "phi3": GGUFArchitecture("Phi3ForCausalLM", RMS_NORM | WINDOW, has_partial_rotary=True),
@@ -295,3 +296,4 @@ IGNORED = (
     "rope.dimension_sections",  # which dimensions use which coordinate: for text, all coordinates are equal
     "n_deepstack_layers",  # layers to which image features are added
 )
+IGNORED_PREFIXES = ("vision.", "mm.")  # the image part, which is not served

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from serve_llm.common.errors import ModelError
-from serve_llm.common.gguf.config import build_config, read_pooling
+from serve_llm.common.gguf.config import build_config, read_pooling, read_sampling
 from serve_llm.common.gguf.file import GGUFFile
 from serve_llm.common.gguf.parts import list_parts, name_part, read_parts
 
@@ -53,6 +53,8 @@ def _translate(file: GGUFFile) -> dict[str, str]:
 
     config = build_config(file)
     contents = _describe_pooling(read_pooling(file))
+    if sampling := read_sampling(file):
+        contents["generation_config.json"] = json.dumps(sampling)
     try:
         vocabulary = Vocabulary(file)
         config["eos_token_id"] = find_eos_ids(vocabulary)

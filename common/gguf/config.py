@@ -8,13 +8,21 @@ from __future__ import annotations
 import struct
 
 from serve_llm.common.errors import ModelError, UnsupportedModel
-from serve_llm.common.gguf.adaptations import ADAPTATIONS, JOINS_QKV, UNUSED_LAYERS
-from serve_llm.common.gguf.architectures import ARCHITECTURES, COMMON, IGNORED, MIXTRAL, GGUFArchitecture
+from serve_llm.common.gguf.adaptations import ADAPTATIONS, JOINS_GATE_UP, JOINS_QKV, UNUSED_LAYERS
+from serve_llm.common.gguf.architectures import (
+    ARCHITECTURES,
+    COMMON,
+    IGNORED,
+    IGNORED_PREFIXES,
+    MIXTRAL,
+    GGUFArchitecture,
+)
 from serve_llm.common.gguf.file import GGUFFile
 
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
+FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # gate and up of a layer's experts in one tensor
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as in llama3 scaling
 LONG_FACTORS = "rope_factors_long.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
@@ -23,6 +31,14 @@ LARGEST_HEAD = 1 << 16
 # Metadata other than the architecture's; the last is a publisher's.
 NAMESPACES = ("general.", "tokenizer.", "quantize.", "split.", "mradermacher.")
 EMPTY_WHEN_ZERO = ("expert_count", "expert_used_count", "attention.sliding_window", "attention.q_lora_rank")
+SAMPLING = "general.sampling."
+SAMPLING_KEYS = {  # after SAMPLING -> key of generation_config.json; others are samplers that do not exist here
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 POOLING = "pooling_type"
 POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken"}  # with sentence-transformers' names; 0 for none
 
@@ -43,6 +59,12 @@ def read_pooling(file: GGUFFile) -> str | None:
         supported = ", ".join(f"{number} for {name}" for number, name in POOLING_TYPES.items())
         raise ModelError(f"{file.path}: {key} {kind!r} is not supported (supported: {supported})")
     return POOLING_TYPES[kind]
+
+
+def read_sampling(file: GGUFFile) -> dict[str, object]:
+    """Return the sampling defaults that the file recommends, as generation_config.json has them."""
+    found = {translated: file.metadata.get(f"{SAMPLING}{key}") for key, translated in SAMPLING_KEYS.items()}
+    return {translated: _simplify(value) for translated, value in found.items() if value is not None}
 
 
 class _Translation:
@@ -95,11 +117,14 @@ class _Translation:
                 value = config.pop(usual)
                 config |= {name: value} if name else {}
         self.take(POOLING)
-        if unknown := sorted(f"{self._name}.{key}" for key in self._rest.keys() - set(IGNORED)):
+        unread = {key for key in self._rest.keys() - set(IGNORED) if not key.startswith(IGNORED_PREFIXES)}
+        if unknown := sorted(f"{self._name}.{key}" for key in unread):
             raise ModelError(
                 f"{self._file.path}: unknown metadata keys, which may mean another computation: {', '.join(unknown)}"
             )
         stored_as = {key: config.pop(key) for key in (JOINS_QKV, UNUSED_LAYERS) if key in config}
+        if any(name.endswith(FUSED_EXPERTS) for name in tensors):
+            stored_as[JOINS_GATE_UP] = True
         types = {name: tensor.type.name for name, tensor in sorted(tensors.items())}
         config["quantization_config"] = {
             "quant_method": "gguf",

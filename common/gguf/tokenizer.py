@@ -20,7 +20,13 @@ from serve_llm.common.gguf.word_pieces import FIRST, LAST, UNKNOWN, build_word_p
 from serve_llm.common.gguf.words import WHOLE_WORDS, WORDS
 
 SPACE = "\u2581"  # sentencepiece's mark for a space
-END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+# Tokens that end a text or a turn, and that begin one: control tokens even if the file says that they are text.
+ENDS = tuple(
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <end_of_utterance>".split()
+)
+STARTS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>")
+CONTROL_TOKENS = frozenset((*ENDS, *STARTS))
+END_OF_TURN = (*ENDS, "<eos>", "[EOS]", "[EOT]")  # the last three only if they are control tokens
 END_OF_CALL = ("<|return|>", "<|call|>", "<|endoftext|>")  # gpt-oss ends messages within a turn with <|end|>
 TEMPLATE = "tokenizer.chat_template"
 NAMED = {
@@ -49,7 +55,11 @@ class Vocabulary:
         if not self.tokens:
             raise self._wrong("tokenizer.ggml.tokens", "a list of texts")
         count = len(self.tokens)
-        self.types = self._numbers("tokenizer.ggml.token_type", count) or [TokenType.NORMAL] * count
+        types = self._numbers("tokenizer.ggml.token_type", count) or [TokenType.NORMAL] * count
+        self.types = [
+            TokenType.CONTROL if token in CONTROL_TOKENS else kind
+            for token, kind in zip(self.tokens, types, strict=True)
+        ]
         self.scores = self._numbers("tokenizer.ggml.scores", count)
         self.merges = [self._pair(merge) for merge in self._texts("tokenizer.ggml.merges")]
         self.model = file.metadata.get("tokenizer.ggml.model")
@@ -72,8 +82,16 @@ class Vocabulary:
     def token_id(self, key: str) -> int | None:
         """The token id under a metadata key; None if the key is absent or means none."""
         found = self._file.metadata.get(key)
-        if found is None or found in (-1, 2**32 - 1):
-            return None
+        return None if found is None or found in (-1, 2**32 - 1) else self._check_id(key, found)
+
+    def token_ids(self, key: str) -> list[int]:
+        """The token ids of a list, which Ollama writes; empty if there is none."""
+        found = self._file.metadata.get(key, [])
+        if not isinstance(found, list):
+            raise self._wrong(key, "a list of ids")
+        return [self._check_id(key, one) for one in found]
+
+    def _check_id(self, key: str, found: object) -> int:
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self.tokens):
             raise self._wrong(key, f"an id below {len(self.tokens)}")
         return found
@@ -156,6 +174,7 @@ def find_eos_ids(vocabulary: Vocabulary) -> list[int]:
     """The ids that end a text or a turn: those that the file names, and control tokens that are known to do so."""
     ends = END_OF_CALL if set(END_OF_CALL) <= set(vocabulary.tokens) else END_OF_TURN
     named = [vocabulary.token_id(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    named += vocabulary.token_ids("tokenizer.ggml.eos_token_ids")
     known = [
         index
         for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))

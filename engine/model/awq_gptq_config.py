@@ -25,8 +25,8 @@ CALIBRATION = (  # how scales were found, and which kernels the writer used
     # AutoRound's; activations are not rounded
     "act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version enable_minmax_tuning "
     "enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr "
-    "nsamples provider quant_block_list scale_dtype seqlen static_attention_dtype static_attention_granularity "
-    "static_kv_dtype static_kv_granularity supported_types to_quant_block_names train_bs"
+    "model_free nsamples provider quant_block_list scale_dtype seqlen static_attention_dtype "
+    "static_attention_granularity static_kv_dtype static_kv_granularity supported_types to_quant_block_names train_bs"
 ).split()
 
 # AutoRound's names for layouts, with "auto_round:" before most of them. `packing_format` names the layout; versions
@@ -95,6 +95,7 @@ def read_autoround(config: ConfigReader) -> DynamicModules:
     size = _read_group_size(config, config.integer("group_size", None, lowest=-1))
     if layout == "awq" and bits != 4:
         raise ModelError(f"config.json: quantization_config: AWQ with {bits} bits is not supported (supported: 4)")
+    config.only("desc_act", None, False)
     whole = PackedIntegers(layout, bits, size, config.flag("sym", True))
     return replace(_read_whole(config, whole), rules=_read_extra(config.inner("extra_config"), whole))
 

@@ -160,7 +160,7 @@ def _read_int8(weights: ConfigReader) -> WeightFormat:
     """Read int8 weights. 4-bit integers may also be stored one per byte."""
     weights.only("type", "int")
     weights.empty("block_structure")
-    weights.only("actorder", None, "weight", "static")  # whose groups are of neighbouring inputs
+    _check_order(weights)
     bits = weights.integer("num_bits")
     if bits not in (4, 8):
         raise ModelError(f"config.json: quantization_config: num_bits {bits} is not supported (supported: 4, 8)")
@@ -176,7 +176,7 @@ def _read_fp8(weights: ConfigReader) -> WeightFormat:
     weights.only("num_bits", 8)
     weights.only("type", "float")
     weights.only("symmetric", None, True)
-    weights.empty("actorder")
+    _check_order(weights)
     weights.ignore("group_size")
     block = weights.integers("block_structure", lowest=1, highest=2**31 - 1)
     strategy = weights.choice("strategy", {name: name for name in ("tensor", "channel", "block")}, "")
@@ -193,7 +193,8 @@ def _read_nvfp4(weights: ConfigReader) -> WeightFormat:
     weights.only("symmetric", None, True)
     weights.only("strategy", "tensor_group")
     weights.only("group_size", 16)
-    weights.empty("actorder", "block_structure")
+    _check_order(weights)
+    weights.empty("block_structure")
     return NvFp4()
 
 
@@ -213,7 +214,13 @@ def _check_microscaling(weights: ConfigReader, num_bits: int) -> None:
     weights.only("symmetric", None, True)
     weights.only("strategy", "group")
     weights.only("group_size", 32)
-    weights.empty("actorder", "block_structure")
+    _check_order(weights)
+    weights.empty("block_structure")
+
+
+def _check_order(weights: ConfigReader) -> None:
+    """Accept the orders in which GPTQ may round inputs whose groups still are of neighbouring inputs."""
+    weights.only("actorder", None, "weight", "static")
 
 
 def _read_packed(weights: ConfigReader) -> WeightFormat:

@@ -267,6 +267,13 @@ class ConfigReader:
             self._values[key] = value[-1]
         return self.inner(key)
 
+    def single(self, key: str) -> ConfigReader | None:
+        """Like `inner`, for an object that may also be the only one of a list."""
+        value = self._values.get(key)
+        if isinstance(value, list) and len(value) == 1:
+            self._values[key] = value[0]
+        return self.inner(key)
+
     def objects(self, key: str) -> tuple[ConfigReader, ...]:
         """Return readers of the objects of a list, or of the one object under the key. Their other keys are ignored."""
         value = self._take(key)

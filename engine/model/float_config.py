@@ -61,19 +61,22 @@ def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
 MODELOPT: dict[str, ScaledNumbers | NvFp4] = {  # activations and how they are rounded make the other differences
     "FP8": ScaledNumbers("fp8", "tensor", inputs="static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ScaledNumbers("fp8", "channel", inputs="dynamic"),
+    "FP8_PB_WO": ScaledNumbers("fp8", "block", (128, 128)),
     "MXFP8": MXFP8,
     "NVFP4": NvFp4("modelopt"),
     "W4A16_NVFP4": NvFp4("modelopt"),
 }
 MIXED = "MIXED_PRECISION"
+ALGORITHMS = {name: name for name in MODELOPT} | {"fp8_pb_wo": "FP8_PB_WO"}
+GROUP_SIZES = {"FP8_PB_WO": 128, "MXFP8": 32}  # others: 16
 
 
 def read_modelopt(config: ConfigReader) -> MarkedModules | NamedModules:
     """Read Model Optimizer's settings from config.json or, as a separate object, from hf_quant_config.json."""
     config.ignore("producer", "config_groups")  # quant_algo says what the groups do
     stored = config.inner("quantization") or config
-    algorithm = stored.choice("quant_algo", {name: name for name in (*MODELOPT, MIXED)}, "")
-    stored.only("group_size", None, 32 if algorithm == "MXFP8" else 16)
+    algorithm = stored.choice("quant_algo", ALGORITHMS | {MIXED: MIXED}, "")
+    stored.only("group_size", None, GROUP_SIZES.get(algorithm, 16))
     stored.empty("has_zero_point", "pre_quant_scale")
     stored.ignore("kv_cache_quant_algo", "kv_cache_scheme")  # `cache_scales` reads them
     unconverted = [name for key in ("exclude_modules", "ignore") for name in stored.names(key) or ()]
@@ -94,8 +97,9 @@ def _read_layers(layers: ConfigReader) -> dict[str, WeightFormat]:
     found: dict[str, WeightFormat] = {}
     for name in layers.keys:
         layer = layers.require(name)
-        found[name] = MODELOPT[layer.choice("quant_algo", {algorithm: algorithm for algorithm in MODELOPT}, "")]
-        layer.only("group_size", None, 32 if found[name] == MXFP8 else 16)
+        algorithm = layer.choice("quant_algo", ALGORITHMS, "")
+        found[name] = MODELOPT[algorithm]
+        layer.only("group_size", None, GROUP_SIZES.get(algorithm, 16))
         layer.empty("has_zero_point", "pre_quant_scale")
         layer.done()
     layers.done()

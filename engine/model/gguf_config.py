@@ -31,6 +31,11 @@ FORMS = {
     "IQ4_NL": GroupQuantForm(4, 32, has_zeros=False, has_table=True),
     "IQ4_XS": GroupQuantForm(4, 32, has_zeros=False, scale_bytes=4, has_table=True),
     "MXFP4": MXFP4,
+    **{  # whose codes take 4 bits when their numbers are looked up in a table instead of a grid
+        name: GroupQuantForm(4, group_size, has_zeros=False, scale_bytes=4, has_table=True)
+        for group_size, names in ((16, ("IQ1_M", "IQ2_XS", "IQ2_S")), (32, ("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S")))
+        for name in names
+    },
 }
 # Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
 INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
@@ -65,6 +70,7 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "ffn.experts.{member}.gate": "ffn_gate_exps",
     "ffn.experts.{member}.up": "ffn_up_exps",
     "ffn.experts.{member}.down": "ffn_down_exps",
+    "ffn.experts.{member}.gate ffn.experts.{member}.up": "ffn_gate_up_exps",
     "ffn.shared_gate": "ffn_gate_inp_shexp",
     "ffn.shared.gate": "ffn_gate_shexp",
     "ffn.shared.up": "ffn_up_shexp",
@@ -103,6 +109,7 @@ OUTSIDE = {
 }
 MASKED_HEAD = r"cls(\.norm)?\.weight"  # what predicts masked tokens in ModernBERT
 ROPE_FACTORS = r"rope_freqs\.weight|rope_factors_(long|short)\.weight"  # read with the metadata
+IMAGE_PART = r"(v|mm)\..*"  # in the same file, as Ollama stores it
 IN_LAYER = "layers.{layer}."
 
 
@@ -113,6 +120,7 @@ class GGUFTensors:
     architecture: str  # general.architecture
     types: Mapping[str, str]
     unused_layers: int = 0  # layers after the last one, for multi-token prediction
+    joins_gate_up: bool = False  # gate and up of experts are in one tensor
     joins_qkv: bool = False  # queries, keys and values (and gates) are in one tensor; the family stores them separately
 
     def find_form(self, tensor: str) -> GroupQuantForm | None:
@@ -125,13 +133,14 @@ def read_gguf_config(config: ConfigReader) -> GGUFTensors:
     """Read the config. The caller must call config.done()."""
     architecture = config.text("architecture") or ""
     unused = config.integer("unused_layers", 0, lowest=0, highest=100)
+    joins_gate_up = config.flag("joins_gate_up", False)
     joins_qkv = config.flag("joins_qkv", False)
     types: dict[str, str] = {}
     if (tensors := config.inner("tensors")) is not None:
         names = {name: name for name in FORMS}
         types = {tensor: tensors.choice(tensor, names, "") for tensor in tensors.keys}
         tensors.done()
-    return GGUFTensors(architecture, types, unused, joins_qkv)
+    return GGUFTensors(architecture, types, unused, joins_gate_up, joins_qkv)
 
 
 def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
@@ -150,6 +159,8 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
     elif stored.joins_qkv:
         rules = _join_qkv(spec, weights.rules)
     parts = [part for rule in rules for part in _split(rule, names | LINEAR_NAMES)]
+    if stored.joins_gate_up:
+        parts = _join_gate_up(parts)
     num_layers = len(spec.layers)
     unused = tuple(rf"blk\.{index}\..*" for index in range(num_layers, num_layers + stored.unused_layers))
     renamed = WeightMap(
@@ -157,7 +168,7 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
         embedding="token_embd.weight",
         head="output.weight",
         prefix="",
-        ignored=(ROPE_FACTORS, MASKED_HEAD, *unused),
+        ignored=(ROPE_FACTORS, MASKED_HEAD, IMAGE_PART, *unused),
         is_gguf=True,
     )
     return spec, renamed
@@ -192,6 +203,13 @@ def _join_qkv(spec: ModelSpec, rules: Sequence[WeightRule]) -> list[WeightRule]:
         if layer not in (f"{IN_LAYER}attention.k", f"{IN_LAYER}attention.v"):
             joined.append(rule)
     return joined
+
+
+def _join_gate_up(rules: Sequence[WeightRule]) -> list[WeightRule]:
+    """Replace the rules of the gates and up-projections of experts by rules for both."""
+    gate, up = (f"{IN_LAYER}ffn.experts.{{member}}.{name}.weight" for name in ("gate", "up"))
+    joined = [replace(rule, parameters=(gate, up)) if rule.parameters == (gate,) else rule for rule in rules]
+    return [rule for rule in joined if rule.parameters != (up,)]
 
 
 def _split(rule: WeightRule, names: Mapping[str, str]) -> list[WeightRule]:

@@ -70,7 +70,7 @@ def _read_modules(config: ConfigReader, is_reordered: bool) -> WeightFormat | No
     """Read how modules store their weights; None: in floating point."""
     config.empty("bias")
     config.ignore("input_tensors", "output_tensors", "target_device")
-    weight = config.inner("weight")
+    weight = config.single("weight")
     found = None if weight is None else _read_weight(weight, is_reordered)
     config.done()
     return found
@@ -78,21 +78,27 @@ def _read_modules(config: ConfigReader, is_reordered: bool) -> WeightFormat | No
 
 def _read_weight(weight: ConfigReader, is_reordered: bool) -> WeightFormat:
     weight.only("is_dynamic", None, False)
-    weight.empty("is_scale_quant", "mx_element_dtype", "block_size")
+    weight.empty("is_scale_quant", "mx_element_dtype")
     weight.ignore(*CALIBRATION)
     dtype = weight.choice("dtype", {name: name for name in ("fp8_e4m3", "fp4", "int4", "uint4", "int8")}, "")
-    scheme = weight.choice("qscheme", {name: name for name in ("per_tensor", "per_channel", "per_group")}, "")
+    schemes = {name: name for name in ("per_tensor", "per_channel", "per_group", "per_block")}
+    scheme = weight.choice("qscheme", schemes, "")
+    block = weight.integers("block_size", lowest=1, highest=2**31 - 1) or ()
+    if len(block) != (2 if scheme == "per_block" else 0):
+        raise ModelError(f"config.json: quantization_config: block_size {list(block)} is not supported with {scheme}")
     has_exponents = weight.choice("scale_format", {name: name for name in ("float32", "e8m0")}, "float32") == "e8m0"
     is_symmetric = weight.flag("symmetric", True)
     size = weight.integer("group_size", 0)
     axis = weight.integer("ch_axis", 0, lowest=-1)
-    if scheme == "per_tensor":
+    if scheme in ("per_tensor", "per_block"):
         axis = size = 0
     weight.done()
     strategy: Strategy = "tensor" if scheme == "per_tensor" else "channel"
     match dtype, scheme, axis, size, has_exponents:
         case "fp8_e4m3", "per_tensor" | "per_channel", 0, _, False:
             return ScaledNumbers("fp8", strategy)
+        case "fp8_e4m3", "per_block", 0, _, False:
+            return ScaledNumbers("fp8", "block", (block[0], block[1]))
         case "int8", "per_tensor" | "per_channel", 0, _, False:
             return ScaledNumbers("int8", strategy, has_zeros=not is_symmetric, has_float32_scales=True)
         case "fp8_e4m3", "per_group", 1 | -1, 32, True:

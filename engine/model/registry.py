@@ -230,6 +230,12 @@ def read_model(
             f"{what} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
             "--model-impl transformers serves many others, slowly"
         )
+    mlx = config.get("quantization")  # the key's counterpart of other writers is quantization_config
+    if isinstance(mlx, Mapping) and "bits" in mlx:
+        raise ModelError(
+            "config.json: quantization says that MLX quantised the checkpoint, which is not supported; serve the "
+            "original, or the same model in another format, such as AWQ or GGUF"
+        )
     whole = ConfigReader(config, allowed=allowed)
     quantized = whole.inner("quantization_config")
     spec, weights = FAMILIES[architecture](whole)

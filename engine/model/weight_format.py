@@ -51,11 +51,17 @@ class PackedIntegers:
         """The other tensors that a module must have."""
         if self.layout != "compressed":
             return ("scales", "qzeros")
-        return ("weight_scale", "weight_shape") + (() if self.is_symmetric else ("weight_zero_point",))
+        return ("weight_scale", "weight_shape") + (() if self.is_symmetric else (self.zero_point,))
+
+    @property
+    def zero_point(self) -> str:
+        """The tensor with the zero points; symmetric compressed modules usually lack it."""
+        return "weight_zero_point" if self.layout == "compressed" else "qzeros"
 
     @property
     def optional(self) -> tuple[str, ...]:
-        return {"awq": (), "awq_gemv": (), "compressed": ("weight_g_idx",)}.get(self.layout, ("g_idx",))
+        known = {"awq": (), "awq_gemv": (), "compressed": ("weight_g_idx", self.zero_point)}
+        return known.get(self.layout, ("g_idx",))
 
     @property
     def form(self) -> GroupQuantForm:
@@ -84,7 +90,7 @@ class ScaledNumbers:
     inputs: Inputs = "as they are"  # with fp8; static: rounded with a scale from the checkpoint
     has_exponents: bool = False  # scales are powers of two, stored as exponents in bytes (MXFP8), in fp8
 
-    input_scales = ("input_scale", "activation_scale")  # names of that scale
+    input_scales = ("input_scale", "activation_scale", "act_scale")  # names of that scale
 
     @property
     def marker(self) -> str:

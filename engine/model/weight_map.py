@@ -70,7 +70,8 @@ class WeightMap:
     quantized: QuantizedModules | None = None
     prefixes: tuple[tuple[str, str], ...] = ()  # prefix of names in the checkpoint -> prefix of names here
     other_words: tuple[tuple[str, str], ...] = ()  # parts of names in some checkpoints -> their equivalents here
-    stacks: tuple[WeightRule, ...] = ()  # stacked tensors that some checkpoints have instead of one per member
+    # Stacked tensors that some checkpoints have instead of one per member, or vice versa.
+    stacks: tuple[WeightRule, ...] = ()
     other_parts: tuple[str, ...] = ()  # modules of the model that are not served, among `ignored`
     is_gguf: bool = False  # the checkpoint is a GGUF file, whose tensors have names of their own
 

@@ -11,8 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from serve_llm.engine.quantization.gguf_grids import read_grid
 from serve_llm.kernels.linear_grouped import GroupQuantWeight, build_e2m1_table
 
+LOWER = 8  # added to the code of a number that is negative or, in IQ1, in the lower half
+IQ2_MAGNITUDES = (8, 25, 43)
+IQ3_XXS_MAGNITUDES = (4, 12, 20, 28, 36, 44, 52, 62)
+IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
+IQ1_DELTA = 0.125  # numbers are -1, 0 or 1, plus or minus this
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -153,6 +159,98 @@ def _unpack_mxfp4(blocks: Tensor) -> GroupQuantWeight:
     return _group(_nibbles(numbers, 16), 4, exponents, table=build_e2m1_table(blocks.device))
 
 
+def _integers(stored: Tensor, size: int) -> Tensor:
+    """Read little-endian integers of `size` bytes: (..., count * size) uint8 -> (..., count) int64."""
+    parts = stored.reshape(*stored.shape[:-1], -1, size).long()
+    return sum((parts[..., place] << (8 * place) for place in range(size)), torch.zeros_like(parts[..., 0]))
+
+
+def _spread(numbers: Tensor, width: int, count: int) -> Tensor:
+    """Return `count` numbers of `width` bits from each, the first in the lowest bits, with the same dtype: (..., n) ->
+    (..., n * count)."""
+    shifts = torch.arange(count, device=numbers.device, dtype=numbers.dtype) * width
+    return torch.bitwise_and(numbers.unsqueeze(-1) >> shifts, 2**width - 1).flatten(-2)
+
+
+def _signs(packed: Tensor) -> Tensor:
+    """Return the signs of 8 numbers, 1 for negative ones, from 7 bits: the last makes their number even. uint8."""
+    bits = _spread(packed.to(torch.uint8), 1, 7).view(*packed.shape, 7)
+    return torch.cat((bits, bits.sum(-1, keepdim=True, dtype=torch.uint8) & 1), -1).flatten(-2)
+
+
+def _points(kind: str, indices: Tensor, lower: Tensor, scales: Tensor, magnitudes: tuple[int, ...]) -> GroupQuantWeight:
+    """indices: (rows, blocks, points of the grid). lower: (rows, blocks, 256) uint8, 1 where `LOWER` is added.
+    magnitudes: of numbers that have signs; empty for IQ1."""
+    codes = read_grid(kind).to(indices.device)[indices].flatten(-2) | lower * LOWER
+    table = torch.zeros(2 * LOWER, device=indices.device)
+    if magnitudes:
+        upper_half = torch.tensor(magnitudes, dtype=torch.float32, device=indices.device)
+        lower_half = -upper_half
+    else:
+        numbers = torch.arange(-1, 2, dtype=torch.float32, device=indices.device)
+        upper_half, lower_half = numbers + IQ1_DELTA, numbers - IQ1_DELTA
+    table[: len(upper_half)] = upper_half
+    table[LOWER : LOWER + len(lower_half)] = lower_half
+    return _group(codes, 4, scales, table=table)
+
+
+def _unpack_iq2_xxs(blocks: Tensor) -> GroupQuantWeight:
+    scale, rest = _split(blocks, 2, 64)
+    groups = rest.reshape(*rest.shape[:-1], 8, 8)
+    words = _integers(groups[..., 4:].flatten(-2), 4)
+    scales = _half(scale) * ((words >> 28) + 0.5) * 0.25
+    indices = groups[..., :4].flatten(-2).int()
+    return _points("IQ2_XXS", indices, _signs(_spread(words, 7, 4)), scales, IQ2_MAGNITUDES)
+
+
+def _unpack_iq2_xs(blocks: Tensor) -> GroupQuantWeight:
+    scale, rest, factors = _split(blocks, 2, 64, 8)
+    words = _integers(rest, 2)
+    scales = _half(scale) * (_spread(factors, 4, 2) + 0.5) * 0.25
+    return _points("IQ2_XS", words & 511, _signs(words >> 9), scales, IQ2_MAGNITUDES)
+
+
+def _unpack_iq2_s(blocks: Tensor) -> GroupQuantWeight:
+    scale, low, signs, high, factors = _split(blocks, 2, 32, 32, 8, 8)
+    scales = _half(scale) * (_spread(factors, 4, 2) + 0.5) * 0.25
+    indices = low.int() | _spread(high, 2, 4).int() << 8
+    return _points("IQ2_S", indices, _spread(signs, 1, 8), scales, IQ2_MAGNITUDES)
+
+
+def _unpack_iq3_xxs(blocks: Tensor) -> GroupQuantWeight:
+    scale, indices, rest = _split(blocks, 2, 64, 32)
+    words = _integers(rest, 4)
+    scales = _half(scale) * ((words >> 28) + 0.5) * 0.5
+    return _points("IQ3_XXS", indices.int(), _signs(_spread(words, 7, 4)), scales, IQ3_XXS_MAGNITUDES)
+
+
+def _unpack_iq3_s(blocks: Tensor) -> GroupQuantWeight:
+    scale, low, high, signs, factors = _split(blocks, 2, 64, 8, 32, 4)
+    scales = _half(scale) * (2 * _spread(factors, 4, 2) + 1)
+    indices = low.int() | _spread(high, 1, 8).int() << 8
+    return _points("IQ3_S", indices, _spread(signs, 1, 8), scales, IQ3_S_MAGNITUDES)
+
+
+def _unpack_iq1_s(blocks: Tensor) -> GroupQuantWeight:
+    scale, low, rest = _split(blocks, 2, 32, 16)
+    words = _integers(rest, 2)
+    scales = _half(scale) * (2 * (words >> 12 & 7) + 1)
+    indices = low.int() | _spread(words, 3, 4).int() << 8
+    return _points("IQ1_S", indices, (words >> 15).to(torch.uint8).repeat_interleave(32, -1), scales, ())
+
+
+def _unpack_iq1_m(blocks: Tensor) -> GroupQuantWeight:
+    """The scale of the block is in the highest 4 bits of four words, whose others hold factors."""
+    low, rest, factors = _split(blocks, 32, 16, 8)
+    words = _integers(factors, 2)
+    shifts = torch.arange(0, 16, 4, device=blocks.device)
+    bits = (words >> 12 << shifts).sum(-1, keepdim=True)
+    scale = bits.to(torch.int32).to(torch.int16).view(torch.float16).float()
+    scales = scale * (2 * _spread(words, 3, 4) + 1)
+    high = _spread(rest, 4, 2)
+    return _points("IQ1_M", low.int() | (high & 7).int() << 8, (high >> 3).repeat_interleave(8, -1), scales, ())
+
+
 _UNPACK: dict[str, Callable[[Tensor], GroupQuantWeight]] = {
     "Q4_0": _unpack_q4_0,
     "Q4_1": _unpack_q4_1,
@@ -167,4 +265,11 @@ _UNPACK: dict[str, Callable[[Tensor], GroupQuantWeight]] = {
     "IQ4_NL": _unpack_iq4_nl,
     "IQ4_XS": _unpack_iq4_xs,
     "MXFP4": _unpack_mxfp4,
+    "IQ2_XXS": _unpack_iq2_xxs,
+    "IQ2_XS": _unpack_iq2_xs,
+    "IQ2_S": _unpack_iq2_s,
+    "IQ3_XXS": _unpack_iq3_xxs,
+    "IQ3_S": _unpack_iq3_s,
+    "IQ1_S": _unpack_iq1_s,
+    "IQ1_M": _unpack_iq1_m,
 }

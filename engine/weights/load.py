@@ -198,7 +198,8 @@ def _untie_different_head(
 def _expand_rules(spec: ModelSpec, weight_map: WeightMap, stored: Mapping[str, str]) -> dict[str, WeightRule]:
     """Tensor name, with the prefix -> its rule, for all tensors of the model. stored: the names in the checkpoint."""
     rules = weight_map.expand(len(spec.layers), spec.int8)
-    weight_map.choose_stacks(rules, len(spec.layers), stored)
+    modules = {name.rpartition(".")[0] for name in stored}  # a quantised one has no tensor of the name "weight"
+    weight_map.choose_stacks(rules, len(spec.layers), stored.keys() | {f"{module}.weight" for module in modules})
     embedding = weight_map.embedding
     if spec.tie_word_embeddings and embedding not in stored and weight_map.head in stored:
         embedding = weight_map.head  # tied weights may be stored under either name

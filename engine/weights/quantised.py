@@ -33,9 +33,10 @@ class ModuleReader:
         shape: Sequence[int],
         ranges: Sequence[range] | None = None,
         dtype: torch.dtype | None = None,
+        other_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Read a tensor, or ranges of its dimensions. shape: of the whole, according to config.json. dtype: None for
-        any floating-point type."""
+        any floating-point type. other_dtype: one that some writers use instead."""
         name = f"{self.module}.{suffix}"
         found = self.checkpoint.shape(name)
         if found != tuple(shape):
@@ -44,7 +45,7 @@ class ModuleReader:
                 "and is quantization_config right?"
             )
         tensor = self.checkpoint.read(name, None if ranges is None else tuple(ranges))
-        is_right = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
+        is_right = tensor.is_floating_point() if dtype is None else tensor.dtype in (dtype, other_dtype)
         if not is_right:
             raise ModelError(
                 f"{name} is stored as {tensor.dtype}, but config.json: quantization_config asks for "
@@ -93,7 +94,9 @@ def read_integers(
     else:
         codes, scales, zeros = _read_gptq(reader, stored, shape, num_groups, parts)
     key = "zero_point: false" if is_awq else f"sym: true and checkpoint_format {stored.layout}"
-    check_zeros(f"{reader.module}.qzeros", zeros, 2 ** (stored.bits - 1) if stored.is_symmetric else None, key)
+    key = "symmetric: true" if stored.layout == "compressed" else key
+    middle = 2 ** (stored.bits - 1) if stored.is_symmetric else None
+    check_zeros(f"{reader.module}.{stored.zero_point}", zeros, middle, key)
     return QuantizedMatrix(
         codes, stored.bits, scales.float(), (groups - first).to(codes.device), size, zeros=zeros.float()
     )
@@ -115,7 +118,7 @@ def _read_groups(
     reader: ModuleReader, stored: PackedIntegers, columns: range, inputs: int, size: int, num_groups: int
 ) -> Tensor:
     """Return the group of each column."""
-    for suffix in stored.optional:
+    for suffix in stored.optional[:1]:
         if reader.has(suffix) and num_groups > 1:
             return reader.read(suffix, (inputs,), (columns,), torch.int32).cpu().long()
     return torch.arange(columns.start, columns.stop) // size
@@ -177,12 +180,12 @@ def _read_gptq(
 def _read_compressed(
     reader: ModuleReader, stored: PackedIntegers, shape: tuple[int, int], num_groups: int, parts: Parts
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """weight_packed (outputs, words of inputs), weight_zero_point (words of outputs, groups), weight_scale (outputs,
-    groups); integers are stored with 2 ** (bits - 1) added."""
+    """weight_packed (outputs, words of inputs), weight_scale (outputs, groups); integers are stored with
+    2 ** (bits - 1) added."""
     rows, columns, groups = parts
     outputs, inputs = shape
     bits = stored.bits
-    sizes = reader.read("weight_shape", (2,), dtype=torch.int64).tolist()
+    sizes = reader.read("weight_shape", (2,), dtype=torch.int64, other_dtype=torch.int32).tolist()
     if tuple(sizes) != shape:
         raise ModelError(
             f"{reader.module}.weight_shape says {sizes}, but config.json asks for {list(shape)}: are they of the same "
@@ -195,9 +198,21 @@ def _read_compressed(
         scales = reader.read("weight_scale", (1,)).expand(len(rows), 1)
     else:
         scales = reader.read("weight_scale", (outputs, num_groups), (rows, groups))
-    if stored.is_symmetric:
+    if not reader.has(stored.zero_point):
         return codes.contiguous(), scales, torch.full_like(scales, 2 ** (bits - 1))
-    words, skipped = find_words(rows, bits)
-    packed = reader.read("weight_zero_point", (count_words(outputs, bits), num_groups), (words, groups), torch.int32)
-    zeros = unpack(packed.T.contiguous(), bits)[:, skipped : skipped + len(rows)]
-    return codes.contiguous(), scales, zeros.T.contiguous()
+    return codes.contiguous(), scales, _read_compressed_zeros(reader, stored, outputs, num_groups, rows, groups)
+
+
+def _read_compressed_zeros(
+    reader: ModuleReader, stored: PackedIntegers, outputs: int, num_groups: int, rows: range, groups: range
+) -> Tensor:
+    """Read weight_zero_point (words of outputs, groups) or, as older versions of compressed-tensors wrote
+    it, int8 (outputs, groups) without 2 ** (bits - 1) added."""
+    name = stored.zero_point
+    if reader.checkpoint.shape(f"{reader.module}.{name}") == (outputs, num_groups) and outputs > 1:
+        return reader.read(name, (outputs, num_groups), (rows, groups), torch.int8).int().add(2 ** (stored.bits - 1))
+    words, skipped = find_words(rows, stored.bits)
+    shape = (count_words(outputs, stored.bits), num_groups)
+    packed = reader.read(name, shape, (words, groups), torch.int32)
+    zeros = unpack(packed.T.contiguous(), stored.bits)[:, skipped : skipped + len(rows)]
+    return zeros.T.contiguous()

@@ -117,6 +117,9 @@ def _read_fp8_numbers(
     ]
     if stored.has_exponents:
         scales = reader.read(stored.scale, counts, covered, torch.uint8).view(torch.float8_e8m0fnu)
+    elif len(reader.checkpoint.shape(f"{reader.module}.{stored.scale}")) == 4:  # as Model Optimizer writes them
+        parts = (covered[0], range(1), covered[1], range(1))
+        scales = reader.read(stored.scale, (counts[0], 1, counts[1], 1), parts)[:, 0, :, 0]
     else:
         scales = reader.read(stored.scale, counts, covered)
     first = (rows.start - covered[0].start * block[0], columns.start - covered[1].start * block[1])

@@ -17,7 +17,8 @@ from support.matrix import mostly_slow
 from support.parity import check_greedy, check_logprobs, random_prompts
 
 STORAGES = (
-    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()  # each with at least one family
+    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4 IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S "
+    "IQ3_XXS IQ3_S".split()  # each with at least one family
 )
 PAIRS = [
     *zip(FAMILIES, (*STORAGES[1:], *STORAGES), strict=False),
@@ -88,6 +89,15 @@ def test_experts_on_several_ranks(storage: str, tmp_path: Path) -> None:
     compare_engines(tmp_path, prompts, {"tensor": 3}, whole_experts)
 
 
+@pytest.mark.parametrize(("family", "storage"), [("qwen3_moe", "Q4_K"), ("mixtral", "Q8_0"), ("qwen2_moe", "IQ2_S")])
+def test_gate_and_up_of_experts_in_one_tensor(family: str, storage: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them with --fuse-gate-up-exps."""
+    prompts = random_prompts(make_gguf(tmp_path, family, storage, fuses_experts=True))
+    check_logprobs(resolve_model(str(tmp_path / "model.gguf")), tmp_path / "plain", prompts)
+    whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    compare_engines(tmp_path, prompts, {"tensor": 3}, {"pipeline": 2}, whole_experts)
+
+
 def test_gpt_oss_on_several_ranks(tmp_path: Path) -> None:
     """Checkpoints of gpt-oss in other formats store gate and up in one stack."""
     prompts = random_prompts(make_gguf(tmp_path, "gpt_oss", "MXFP4"))
@@ -100,6 +110,12 @@ def test_types_that_differ_and_a_packed_head(tmp_path: Path) -> None:
     others = {"v_proj.weight": "Q6_K", "down_proj.weight": "Q8_0", "lm_head.weight": "Q6_K", "tokens.weight": "Q4_K"}
     metadata = {"mradermacher.quantize_version": 2, "quantize.imatrix.entries_count": 7}  # keys without effect
     check(tmp_path, make_gguf(tmp_path, "llama", "Q4_K", others=others, metadata=metadata))
+
+
+def test_keys_of_the_image_part(tmp_path: Path) -> None:
+    """As in files of Google and Ollama, which name rope's bases differently, too."""
+    metadata = {"gemma3.mm.tokens_per_image": 256, "gemma3.vision.block_count": 27}
+    check(tmp_path, make_gguf(tmp_path, "gemma3_text", metadata=metadata))
 
 
 @pytest.mark.parametrize("rope", ["linear", "yarn", "llama3"])

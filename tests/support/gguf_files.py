@@ -91,6 +91,7 @@ def make_gguf(
     metadata: Mapping[str, int] | None = None,
     tensors_per_file: int = 0,
     architecture: str = "",
+    fuses_experts: bool = False,
     **overrides: Any,
 ) -> int:
     """Write a random model to directory/model.gguf, and the same numbers in float32 to directory/plain. Returns the
@@ -98,7 +99,8 @@ def make_gguf(
 
     storage: the type of linear layers, such as "Q4_K". others: the types of tensors, by the end of their names.
     leave_out: a tensor that the file lacks. metadata: additional keys. tensors_per_file: 0 for one file, otherwise for
-    several, model-00001-of-0000N.gguf and so on. architecture: the family's if empty.
+    several, model-00001-of-0000N.gguf and so on. architecture: the family's if empty. fuses_experts: whether
+    gate and up of a layer's experts are one tensor.
     """
     usual, sizes = FAMILIES[family]
     architecture = architecture or usual
@@ -117,6 +119,7 @@ def make_gguf(
         config["num_hidden_layers"],
     )
     generator = np.random.default_rng(0)
+    gates: dict[str, np.ndarray] = {}
     for name, tensor in stored.items():
         values = tensor.float().numpy()
         if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
@@ -130,7 +133,13 @@ def make_gguf(
         kind = choose_type(name, values, storage, others or {})
         if kind > GGMLQuantizationType.F16:
             packed = pack(values, kind, generator)
-            writer.add_tensor(full_name, packed, raw_dtype=kind)
+            if fuses_experts and "_up_exps" in full_name:
+                both = np.concatenate((gates.pop(full_name.replace("_up_", "_gate_")), packed), axis=1)
+                writer.add_tensor(full_name.replace("_up_", "_gate_up_"), both, raw_dtype=kind)
+            elif fuses_experts and "_gate_exps" in full_name:
+                gates[full_name] = packed
+            else:
+                writer.add_tensor(full_name, packed, raw_dtype=kind)
             values = quants.dequantize(packed, kind)
             if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
                 heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
@@ -178,7 +187,9 @@ def pack(values: np.ndarray, kind: GGMLQuantizationType, generator: np.random.Ge
         block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         shape = (*values.shape[:-1], values.shape[-1] // block, num_bytes)
         blocks = generator.integers(0, 256, shape, dtype=np.uint8)
-        for place, size in SCALES[kind.name]:
+        if kind is GGMLQuantizationType.IQ1_M:
+            set_scale_of_iq1_m(blocks)
+        for place, size in SCALES.get(kind.name, ()):
             scales = generator.uniform(0.5, 1.0, (*shape[:-1], 1)) * size
             blocks[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
         return blocks.reshape(*values.shape[:-1], -1)
@@ -192,7 +203,21 @@ SCALES = {  # position of a block's float16 numbers, and their magnitude for wei
     "Q6_K": ((208, 5e-5),),
     "IQ4_NL": ((0, 2e-3),),
     "IQ4_XS": ((0, 1e-4),),
+    "IQ1_S": ((0, 1e-2),),
+    "IQ2_XXS": ((0, 1e-3),),
+    "IQ2_XS": ((0, 1e-3),),
+    "IQ2_S": ((0, 1e-3),),
+    "IQ3_XXS": ((0, 5e-4),),
+    "IQ3_S": ((0, 5e-4),),
 }
+
+
+def set_scale_of_iq1_m(blocks: np.ndarray) -> None:
+    """Write 0.01 to the highest 4 bits of the last four words of each block."""
+    (bits,) = np.array([0.01], dtype=np.float16).view(np.uint16)
+    for place in range(4):
+        last = blocks[..., 49 + 2 * place]
+        last[...] = last & 0xF | ((int(bits) >> (4 * place)) & 0xF) << 4
 
 
 def permute(rows: np.ndarray, heads: int, back: bool = False) -> np.ndarray:

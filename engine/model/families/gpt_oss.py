@@ -13,6 +13,8 @@ from serve_llm.engine.model.spec import MLPSpec, ModelSpec, MoESpec, NormSpec
 from serve_llm.engine.model.weight_map import Transform, WeightMap, WeightRule
 
 ALPHA, LIMIT = 1.702, 7.0  # constants of the activation, as in kernels.activation
+# In checkpoints whose experts are modules: unsloth's, and llm-compressor's.
+OTHER_WORDS = ((".mlp.router.linear.", ".mlp.router."), (".mlp.experts.experts.", ".mlp.experts."))
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
@@ -45,7 +47,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     config.ignore("experts_per_token", "initial_context_length")  # in published files; transformers does not read them
     is_mxfp4 = _is_mxfp4(config)
     config.done()
-    named = weights(spec, PRE_NORMS | ATTENTION)
+    named = replace(weights(spec, PRE_NORMS | ATTENTION), stacks=tuple(_list_modules(spec)), other_words=OTHER_WORDS)
     return spec, replace(named, rules=(*named.rules, *_rows(spec, is_mxfp4)))
 
 
@@ -91,3 +93,27 @@ def _rows(spec: ModelSpec, is_mxfp4: bool) -> list[WeightRule]:
         else:
             rules.append(row(source, products, "weight", "transpose"))
     return rules
+
+
+def _list_modules(spec: ModelSpec) -> list[WeightRule]:
+    """Rules for experts that are quantised as modules: unsloth joins gate and up of an expert, llm-compressor does
+    not."""
+    ffn = spec.layers[0].ffn
+    assert isinstance(ffn, MoESpec)
+    width = ffn.expert.intermediate_size
+    sources = {
+        "gate_up_projs.{member}": ("gate", "up"),
+        "down_projs.{member}": ("down",),
+        **{f"{{member}}.{product}_proj": (product,) for product in ("gate", "up", "down")},
+    }
+    return [
+        WeightRule(
+            f"model.layers.{{layer}}.mlp.experts.{source}.{kind}",
+            tuple(f"layers.{{layer}}.ffn.experts.{{member}}.{product}.{kind}" for product in products),
+            sizes=(width,) * len(products) if len(products) > 1 else (),
+            groups=width if len(products) > 1 else 1,
+            members=ffn.router.num_experts,
+        )
+        for source, products in sources.items()
+        for kind in ("weight", "bias")
+    ]

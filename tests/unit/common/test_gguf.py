@@ -174,7 +174,7 @@ KEY = text("k") + struct.pack("<I", 4) + struct.pack("<I", 7)
         (header(tensor(0), bytes(256), tensors=1), r"tensor t has shape \[0\]"),
         (header(tensor(1, 1, 1, 1, 1), bytes(256), tensors=1), "tensor t has 5 dimensions"),
         (header(tensor(16, kind=8), bytes(256), tensors=1), "tensor t has rows of 16 numbers, which are not whole"),
-        (header(tensor(256, kind=16), bytes(256), tensors=1), "tensor t is of type IQ2_XXS, which is not supported"),
+        (header(tensor(256, kind=35), bytes(256), tensors=1), "tensor t is of type TQ2_0, which is not supported"),
         (header(tensor(256, kind=99), bytes(256), tensors=1), "tensor t is of type number 99"),
         (
             header(text("general.alignment"), struct.pack("<II", 4, 3), keys=1),
@@ -260,6 +260,7 @@ def test_byte_level_vocabulary(tmp_path: Path) -> None:
         ("deepseek-coder", "It ' s _ 1 2 3 4 5 !/ N __ _x _camelCase"),
         ("deepseek-v3", "It 's _ 123 45 !/N __ _x _camelCase"),
         ("falcon", "It ' s _ 123 45 !/ N__ _x _camelCase"),
+        ("kimi-k2", "It's _ 123 45 !/N __ _x _camel Case"),
         ("bloom", "It's _12345 ! / N__ _x _camelCase"),
         ("default", "It ' s _ 123 45 !/ N__ _x _camelCase"),
     ],
@@ -349,7 +350,7 @@ def test_names_of_special_tokens() -> None:
     several = vocabulary(["a"], CHAT_TEMPLATE, model="gpt2", tool_template="{{ tools }}")
     listed = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]
     assert build_tokenizer_config(several) == {"chat_template": listed}
-    assert find_eos_ids(file) == [2, 3]  # the last one is not a control token
+    assert find_eos_ids(file) == [2, 3, 4]
 
 
 def test_a_turn_of_gpt_oss_goes_on_after_a_message() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from serve_llm.common.gguf.adaptations import ADAPTATIONS
 from serve_llm.common.gguf.architectures import ARCHITECTURES
 from serve_llm.common.gguf.config import build_config, read_pooling
 from serve_llm.common.gguf.file import STORAGE_TYPES, GGUFFile, StoredTensor
+from serve_llm.engine.model.registry import read_model
 
 SIZES = {"context_length": 64, "embedding_length": 64, "block_count": 3, "feed_forward_length": 256}
 SIZES |= {"attention.head_count": 4}
@@ -170,3 +172,17 @@ def test_any_values_are_an_error_or_a_config(architecture: str, more: dict[str, 
             read(file)
         except ModelError as error:
             assert "a.gguf" in str(error)
+
+
+def test_keys_of_gemma_3_as_ollama_writes_them() -> None:
+    heads = {"attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16}
+    more = {
+        "rope.local.freq_base": 1e4,
+        "rope.global.freq_base": 1e6,
+        "vision.patch_size": 14,
+        "mm.tokens_per_image": 4,
+    }
+    config = build_config(make_file("gemma3", ("v.blk.0.attn_q.weight",), **heads, **more))
+    assert (config["rope_local_base_freq"], config["rope_theta"]) == (1e4, 1e6)
+    _, weights = read_model(config)
+    assert any(re.fullmatch(pattern, "v.blk.0.attn_q.weight") for pattern in weights.ignored)

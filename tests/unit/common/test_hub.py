@@ -98,6 +98,18 @@ def test_an_older_key_of_compressed_tensors(tmp_path: Path) -> None:
         assert read_config(directory) == both, "whose reader refuses what it does not know"
 
 
+def test_a_quantization_config_may_be_that_of_the_text_part(tmp_path: Path) -> None:
+    numbers, others = {"quant_method": "fp8"}, {"quant_method": "awq"}
+    path = tmp_path / "config.json"
+    for text, whole in ((numbers, {}), (numbers, {"quantization_config": None})):
+        path.write_text(json.dumps({"text_config": {"quantization_config": text}, **whole}))
+        assert read_config(tmp_path)["quantization_config"] == numbers
+    path.write_text(json.dumps({"text_config": {"quantization_config": numbers}, "quantization_config": others}))
+    assert read_config(tmp_path)["quantization_config"] == others
+    path.write_text(json.dumps({"text_config": [{"quantization_config": numbers}]}))
+    assert "quantization_config" not in read_config(tmp_path)
+
+
 def test_download(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
     asked: list[tuple[object, dict[str, object]]] = []
 
@@ -135,6 +147,44 @@ def test_gguf_files_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Downlo
         resolve_model("org/tiny:Q2_K")
     parts = ["*q4_k_m-*-of-*.gguf", "*Q4_K_M-*-of-*.gguf"]
     assert asked[0] == ("org/tiny", ["*q4_k_m.gguf", "*Q4_K_M.gguf", *parts])
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("AWQ", "awq"), ("compressed_tensors", "compressed-tensors"), ("new", "new"), (3, 3)]
+)
+def test_spellings_of_methods(method: object, expected: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    assert read_config(tmp_path) == {"quantization_config": {"quant_method": expected}}
+
+
+def test_gguf_files_beside_that_of_the_model(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
+    """The image part has the same suffix, and is not chosen."""
+    asked: list[object] = []
+    directory = checkpoint(tmp_path / "snapshot", "tiny-F16.gguf", "mmproj-F16.gguf", "tiny-imatrix.gguf")
+
+    def download(name: str, **arguments: object) -> str:
+        asked.append(arguments["ignore_patterns"])
+        return str(directory)
+
+    on_the_hub(download)
+    for model in ("org/tiny:F16", str(directory)):
+        with pytest.raises(ModelError, match=r"tiny-F16\.gguf (ends amid the header|is not a GGUF file)"):
+            resolve_model(model)
+    with pytest.raises(ModelError, match=r"mmproj-F16\.gguf (ends amid the header|is not a GGUF file)"):
+        resolve_model("org/tiny:mmproj-F16.gguf")
+    assert asked == [["*mmproj*", "*imatrix*"], []]
+
+
+def test_gguf_files_without_a_suffix(tmp_path: Path) -> None:
+    """As Ollama keeps them."""
+    path = tmp_path / "sha256-83c54730"
+    path.write_bytes(b"GGUF\3\0\0\0")
+    for resolve in (resolve_model, resolve_config):
+        with pytest.raises(ModelError, match=r"sha256-83c54730 ends amid the header"):
+            resolve(str(path))
+    path.write_bytes(b"{}")
+    with pytest.raises(ModelError, match=r"sha256-83c54730 is a file; give the checkpoint directory"):
+        resolve_model(str(path))
 
 
 def test_a_gguf_file_that_is_not_there_is_not_looked_up(on_the_hub: Callable[[Download], None]) -> None:

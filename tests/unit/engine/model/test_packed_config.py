@@ -53,6 +53,7 @@ def read(stored: dict[str, Any]) -> QuantizedModules:
         (GPTQ | AUTOROUND, PackedIntegers("gptq", 4, 128, True)),
         (INTEL, PackedIntegers("gptq", 4, 128, True)),
         (INTEL | {"packing_format": "auto_round:auto_awq", "sym": False}, PackedIntegers("awq", 4, 128, False)),
+        (INTEL | {"model_free": True, "iters": 0, "desc_act": False}, PackedIntegers("gptq", 4, 128, True)),
         (INTEL | {"packing_format": "auto_round", "sym": False}, PackedIntegers("gptq_v2", 4, 128, False)),
         (INTEL | {"packing_format": "auto_round:gptqmodel"}, PackedIntegers("gptq_v2", 4, 128, True)),
         (INTEL | {"packing_format": "auto_round:gptq"}, PackedIntegers("gptq", 4, 128, True)),

@@ -167,6 +167,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
         ({"rope_scaling": 2.0}, "rope_scaling must be an object"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "unknown keys.*partial_rotary"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "unknown keys.*full_attention"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "quantization says that MLX quantised the checkpoint"),
     ],
 )
 def test_refused(change: dict[str, Any], message: str) -> None:
