@@ -85,7 +85,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[
 
     Raises OptionError.
     """
-    given = read_flags(create_parser(), PLAN_FIELDS, argv)
+    given = read_flags(create_parser(), argv)
     as_json = bool(given.pop("json", False))
     names = {option.name for option in HARDWARE_FIELDS}
     hardware = {name: given.pop(name) for name in names & given.keys()}
