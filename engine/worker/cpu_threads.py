@@ -51,7 +51,7 @@ def log_threads(by_rank: Sequence[CpuThreads]) -> None:
             )
 
 
-def usable_cores(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+def count_usable_cores(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Cores by affinity or by the smallest CPU quota of this process's cgroups, rounded down; at least 1.
 
     mount: where cgroups are mounted. membership: the file that lists the cgroups of this process.

@@ -28,7 +28,7 @@ from torch import Tensor
 from serve_llm.engine.model.inputs import ChunkInputs, KVGroupInputs, StepInputs
 from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.transfer import DeviceCopier
-from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, mixed_sequences
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, list_mixed_sequences
 from serve_llm.engine.worker.input_batch import HostInputs
 from serve_llm.kernels.attention import Lengths
 
@@ -77,7 +77,7 @@ class GraphRunner:
         self._copier = copier
         self._max_model_len = max_model_len
         self.decode_sizes = list_decode_sizes(max_num_seqs)
-        self.mixed_sequences = mixed_sequences(max_num_seqs)
+        self.mixed_sequences = list_mixed_sequences(max_num_seqs)
         self.max_tokens = max_num_seqs
         self._is_last = is_last
         self._has_adapters = has_adapters

@@ -90,7 +90,7 @@ class Library:
         check_sources(self.compiled, "problem", ctypes.sizeof(Problem))
         check_sources(self.compiled, "recordedcall", ctypes.sizeof(RecordedCall))
         self._recorder: CallRecorder | None = None
-        allowed = enumerate(allowed_variants(os.environ))
+        allowed = enumerate(list_allowed_variants(os.environ))
         runnable = [number for number, _ in allowed if self.compiled.serve_llm_supported(number)]
         compiled = [number for number in runnable if self.compiled.serve_llm_compiled(number)]
         self.variants = tuple(VARIANTS[number] for number in compiled)
@@ -202,7 +202,7 @@ class Library:
         return output
 
 
-def allowed_variants(environ: Mapping[str, str]) -> tuple[str, ...]:
+def list_allowed_variants(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The variants up to the limit set by oneDNN's variable (case-insensitive); all variants without a limit."""
     limit = LIMITS.get(environ.get(LIMIT_VARIABLE, "").upper())
     return VARIANTS if limit is None else VARIANTS[: VARIANTS.index(limit) + 1]

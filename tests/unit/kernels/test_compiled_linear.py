@@ -199,7 +199,7 @@ def test_the_log_names_the_instruction_set(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_variable_of_onednn_limits_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = library.allowed_variants
+    allowed = library.list_allowed_variants
     assert allowed({}) == allowed({"ONEDNN_MAX_CPU_ISA": "DEFAULT"}) == library.VARIANTS
     assert allowed({"ONEDNN_MAX_CPU_ISA": "avx512_core"}) == ("baseline", "avx2", "avx512")
     assert allowed({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"})[-1] == "avx512_bf16"
