@@ -59,8 +59,8 @@ LoadDecoder = Callable[[Kernels], RunnableModel]
 
 
 class Worker:
-    """Loads its shard when constructed. `num_blocks` then is the number of KV blocks that fit here; `allocate` must be
-    called with the number that all ranks agreed on."""
+    """Its constructor loads the shard and sets `num_blocks` to the number of KV blocks that fit here. Call `allocate`
+    then, with the number that all ranks agreed on."""
 
     def __init__(
         self,
