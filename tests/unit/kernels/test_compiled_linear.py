@@ -168,8 +168,8 @@ def test_a_kernel_that_is_not_invariant_is_caught_where_a_model_is_built(
 ) -> None:
     real = Packer.pack
 
-    def fake(self: Packer, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
-        layer = real(self, weight, bias, beside)
+    def fake(self: Packer, weight: Tensor, bias: Tensor | None = None, merged: Sequence[Tensor] = ()) -> linear.Linear:
+        layer = real(self, weight, bias, merged)
         return lambda x: layer(x) if len(x) > 1 else layer(x) * (1 + 2**-7)
 
     monkeypatch.setattr(Packer, "pack", fake)
