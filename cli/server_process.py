@@ -153,6 +153,8 @@ def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> I
         found = find_peer_flag(name)
         if found is not None and not found.flag.is_accepted:
             raise found.refuse(name)
+        if name in ("--host", "--port"):
+            raise OptionError(f"unknown option {name}; give the server's URL first, as http://HOST:PORT")
         raise OptionError(
             f"unknown option {arguments[0]}; if it is one of a server: the one at {target} is running already, "
             "give a MODEL to start another"

@@ -139,6 +139,8 @@ class OptionParser(argparse.ArgumentParser):
         flag = argument.partition("=")[0]
         if not flag.startswith("-"):
             return f"unexpected argument {flag!r}; see {self.prog} --help"
+        if flag in ("--host", "--port") and any(action.dest == "url" for action in self._actions):
+            return f"unknown option {flag}; give the server's URL instead: {self.prog} http://HOST:PORT"
         close = difflib.get_close_matches(flag, self._option_string_actions, 1)
         return f"unknown option {flag}; {f'did you mean {close[0]}?' if close else f'see {self.prog} --help'}"
 
