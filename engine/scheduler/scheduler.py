@@ -74,7 +74,7 @@ class Scheduler:
         self._num_online = 0  # live sequences that do not belong to batches
         self._num_active = 0  # running ones that are not paused
         self._num_deferred = 0  # waiting ones that the newest step has skipped
-        self._batch_share = BatchApiShare(max_chunk if whole_prompts else BatchApiShare.MOST)
+        self._batch_share = BatchApiShare(max_chunk if whole_prompts else BatchApiShare.MAX_SAVED)
         self._stats = SchedulerStats()
         self._running = RunningSequences(
             self._groups,
