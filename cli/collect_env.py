@@ -63,11 +63,11 @@ def read_system_name(file: Path = Path("/etc/os-release")) -> str:
 
 
 def _describe_processor(cpuinfo: str) -> Iterator[tuple[str, str]]:
-    from serve_llm.engine.worker.cpu_threads import usable_cores
+    from serve_llm.engine.worker.cpu_threads import count_usable_cores
 
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
     name = fields.get("model name", platform.machine())
-    yield "processor", f"{name}, {os.cpu_count()} cores, {usable_cores()} of them usable"
+    yield "processor", f"{name}, {os.cpu_count()} cores, {count_usable_cores()} of them usable"
     flags = fields.get("flags", "").split()
     yield "instructions", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of those that kernels use"
 
@@ -88,10 +88,10 @@ def describe_kernels() -> str:
 
 
 def _describe_memory() -> Iterator[tuple[str, str]]:
-    from serve_llm.engine.worker.kv_cache import free_memory
+    from serve_llm.engine.worker.kv_cache import find_free_memory
 
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield "memory", f"{total / 2**30:.1f} GiB, {free_memory() / 2**30:.1f} GiB of it free for this process"
+    yield "memory", f"{total / 2**30:.1f} GiB, {find_free_memory() / 2**30:.1f} GiB of it free for this process"
     try:
         yield "/dev/shm", f"{shutil.disk_usage('/dev/shm').total / 2**30:.1f} GiB"
     except OSError as error:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """The server's options, of which only this command's matter. Raises OptionError."""
-    flags = read_command_line(create_parser(), FRONT_END_FIELDS, argv)
+    flags = read_command_line(create_parser(), argv)
     flags["front_end_addr"] = flags.pop("server")
     given = collect_given(flags, environ)
     if "cluster_secret" not in given:

@@ -75,7 +75,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def read_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Options, Path, Path]:
     """The server's options, the input and the output. Raises OptionError."""
-    given = read_command_line(create_parser(), BATCH_FIELDS, argv)
+    given = read_command_line(create_parser(), argv)
     paths = [Path(str(given.pop(name))) for name in ("input_file", "output_file")]
     options = merge_sources(given, environ)
     if options.nnodes > 1:

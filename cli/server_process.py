@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import ctypes
+import difflib
 import os
 import re
 import signal
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from serve_llm.cli.api_client import DEFAULT_URL, complete_url, is_url
 from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.common.options.peer_flags import find_peer_flag
-from serve_llm.common.options.sources import parse_args
+from serve_llm.common.options.sources import make_parser, parse_args
 
 STOP_SECONDS = 15.0
 # Log lines that a waiting user wants to see, without time and source. stderr is a pipe, so the server draws no bars.
@@ -121,6 +123,21 @@ def split_target(argv: Sequence[str]) -> tuple[str, list[str]]:
     return DEFAULT_URL, list(argv)
 
 
+def refuse_mistyped(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Raise OptionError for an argument that is rather an option of the command, mistyped, than one of the server.
+
+    parser: the command's. arguments: those that it did not recognise."""
+    own = parser._option_string_actions
+    known = own | make_parser()._option_string_actions
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if not name.startswith("--") or name in known or find_peer_flag(name) is not None:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        if close and close[0] in own:
+            raise OptionError(f"unknown option {name}; did you mean {close[0]}?")
+
+
 @contextlib.contextmanager
 def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> Iterator[str]:
     """Yield the URL of the server at `target`, or of a server started for the model `target` with `arguments`.
@@ -136,6 +153,8 @@ def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> I
         found = find_peer_flag(name)
         if found is not None and not found.flag.is_accepted:
             raise found.refuse(name)
+        if name in ("--host", "--port"):
+            raise OptionError(f"unknown option {name}; give the server's URL first, as http://HOST:PORT")
         raise OptionError(
             f"unknown option {arguments[0]}; if it is one of a server: the one at {target} is running already, "
             "give a MODEL to start another"

@@ -44,21 +44,28 @@ _COPIES = ("*/*", "consolidated*.safetensors")
 
 
 def resolve_model(
-    model: str, revision: str | None = None, download_dir: str | None = None, *, weights: bool = True
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    weights: bool = True,
+    cached_only: bool = False,
 ) -> Path:
     """The checkpoint directory: the bundled one for "demo", a local directory, or the snapshot of a Hugging Face id,
-    downloaded unless it is cached. weights=False (dummy weights): safetensors are not needed.
+    downloaded unless it is cached. weights=False (dummy weights): safetensors are not needed. cached_only: download
+    nothing.
 
     A GGUF file may be named by its path, by that of a directory in which it is alone, or as "organisation/name:Q4_K_M"
     or "organisation/name:file.gguf". Raises ModelError, which says what is missing and what to do.
     """
-    if (gguf := _find_gguf(model, revision, download_dir)) is not None:
+    if (gguf := _find_gguf(model, revision, download_dir, cached_only)) is not None:
         return make_checkpoint_directory(gguf, cache_directory() / "gguf")
     if (local := _local(model)) is not None:
         directory = local
     else:
-        directory = _download(model, revision, download_dir, _TEXT_FILES + (_WEIGHT_FILES if weights else ()))
-        _download_modules(model, revision, download_dir, directory)
+        patterns = _TEXT_FILES + (_WEIGHT_FILES if weights else ())
+        directory = _download(model, revision, download_dir, patterns, cached_only=cached_only)
+        _download_modules(model, revision, download_dir, directory, cached_only)
     if not (directory / "config.json").is_file():
         raise ModelError(f"{model}: no config.json in {directory}; it must be a Hugging Face checkpoint directory")
     if weights and not any(directory.glob("*.safetensors")):
@@ -83,7 +90,7 @@ def resolve_bin_model(model: str, revision: str | None = None, download_dir: str
     return directory
 
 
-def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+def _find_gguf(model: str, revision: str | None, download_dir: str | None, cached_only: bool) -> Path | None:
     """Return the GGUF file that the name refers to; None if it refers to another kind of checkpoint."""
     path = Path(model).expanduser()
     if _is_gguf_file(path) and ":" not in model:
@@ -105,7 +112,7 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Pa
         parts = tuple(pattern.replace(".gguf", "-*-of-*.gguf") for pattern in patterns)
         is_exact = kind.endswith(".gguf")
         ignored = () if is_exact else _GGUF_COMPANIONS
-        where = _download(repository, revision, download_dir, patterns + parts, ignored)
+        where = _download(repository, revision, download_dir, patterns + parts, ignored, cached_only=cached_only)
         lower = {pattern.lower() for pattern in patterns + parts}
         found = sorted(
             file for file in where.rglob("*.gguf") if any(fnmatch(file.name.lower(), pattern) for pattern in lower)
@@ -136,8 +143,10 @@ def _leave_out_companions(found: list[Path]) -> list[Path]:
     return models or found
 
 
-def _download_modules(model: str, revision: str | None, download_dir: str | None, directory: Path) -> None:
-    """List the folders named in sentence-transformers' modules.json, if there is one. They are small."""
+def _download_modules(
+    model: str, revision: str | None, download_dir: str | None, directory: Path, cached_only: bool
+) -> None:
+    """Download the folders named in sentence-transformers' modules.json, if there is one. They are small."""
     path = directory / "modules.json"
     if not path.is_file():
         return
@@ -146,7 +155,8 @@ def _download_modules(model: str, revision: str | None, download_dir: str | None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if folders:
-        _download(model, revision, download_dir, tuple(f"{folder}/*" for folder in folders), ignored=())
+        patterns = tuple(f"{folder}/*" for folder in folders)
+        _download(model, revision, download_dir, patterns, ignored=(), cached_only=cached_only)
 
 
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
@@ -243,6 +253,7 @@ def _download(
     patterns: tuple[str, ...],
     ignored: tuple[str, ...] = _COPIES,
     what: str = "a model",
+    cached_only: bool = False,
 ) -> Path:
     import huggingface_hub as hub  # takes half a second to import
     from huggingface_hub import errors
@@ -250,7 +261,7 @@ def _download(
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if is_offline:
         logger.info("Looking for %s in the cache only, because HF_HUB_OFFLINE is set", name)
-    else:
+    elif not cached_only:
         logger.info("Looking for %s on the Hub; missing files are downloaded", name)
     at_revision = f" at revision {revision}" if revision else ""
     try:
@@ -260,6 +271,7 @@ def _download(
             cache_dir=download_dir,
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored),
+            local_files_only=cached_only,
             tqdm_class=None if sys.stderr.isatty() else make_download_log(f"Downloading {name}"),
         )
     except errors.GatedRepoError:
@@ -274,9 +286,13 @@ def _download(
     except errors.HFValidationError:
         problem = "neither a local directory nor a possible Hugging Face id (organisation/name)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        reason = "HF_HUB_OFFLINE is set; unset it" if is_offline else "the Hub cannot be reached; check the network"
-        problem = f"no local directory, and{at_revision} not (completely) in the cache, while {reason}"
+        problem = f"no local directory, and{at_revision} not (completely) in the cache"
+        if not cached_only:
+            reason = "HF_HUB_OFFLINE is set; unset it" if is_offline else "the Hub cannot be reached; check the network"
+            problem += f", while {reason}"
         problem += _suggest_name(name)
+    except PermissionError as error:
+        problem = f"no permission for {error.filename}; set HF_HOME or --download-dir to a directory that you may write"
     except Exception as error:  # network, disk, permissions, ...
         raise ModelError(f"{name}: download failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
     else:

@@ -317,7 +317,7 @@ def _build_snapshots(kv_cache_config: KVCacheConfig) -> StateSnapshots | None:
     if not kv_cache_config.max_snapshots:
         return None
     tokens_per_state = kv_cache_config.blocks_per_state * kv_cache_config.groups[0].block_size  # take as much memory
-    return StateSnapshots(kv_cache_config.num_snapshots, tokens_per_state // BRANCHES_PER_STATE)
+    return StateSnapshots(kv_cache_config.groups, kv_cache_config.num_snapshots, tokens_per_state // BRANCHES_PER_STATE)
 
 
 def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder | None) -> OffloadManager | None:

@@ -159,7 +159,9 @@ def _build_model_info(
         block_size=config.block_size,
         num_kv_blocks=kv_cache_config.num_blocks,
         num_offload_blocks=kv_cache_config.num_slots,
-        kv_cache_tokens=kv_cache.cache_tokens(kv_cache_config, config.max_model_len, config.max_num_batched_tokens),
+        kv_cache_tokens=kv_cache.count_cache_tokens(
+            kv_cache_config, config.max_model_len, config.max_num_batched_tokens
+        ),
         max_num_seqs=kv_cache_config.count_sequences(config.max_num_seqs),
         prefix_caching=config.enable_prefix_caching,
         dtype=config.dtype,
@@ -373,7 +375,7 @@ def build_executor(
         kv_cache_configs = [rank.kv_cache_config for rank in ready]
         kv_cache.check_offload(kv_cache_configs, config.kv_offload_memory)
         weight_bytes = [rank.weight_bytes for rank in loaded]
-        logger.info("%s", kv_cache.memory_line(weight_bytes, [one.num_bytes for one in kv_cache_configs]))
+        logger.info("%s", kv_cache.describe_memory(weight_bytes, [one.num_bytes for one in kv_cache_configs]))
         kv_cache_config = max(kv_cache_configs, key=lambda one: one.block_bytes)
         kv_cache.check_capacity(kv_cache_config, config.max_model_len, config.max_num_batched_tokens, config.device)
     except BaseException as error:

@@ -40,18 +40,18 @@ class Linear(Protocol):
 def pack(
     weight: Tensor,
     bias: Tensor | None = None,
-    beside: Sequence[Tensor] = (),
+    merged: Sequence[Tensor] = (),
     *,
     checker: BatchInvarianceChecker | None = None,
 ) -> Linear:
     """Build the layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; on their final device.
 
-    beside: weights of the same inputs and dtype, whose outputs follow those of `weight`; the bias covers all outputs.
+    merged: weights of the same inputs and dtype, whose outputs follow those of `weight`; the bias covers all outputs.
     The caller should drop the weights afterwards, because the result may hold a copy in another layout. There may be no
     outputs or no inputs; without inputs the result is the bias, or zeros. checker: the model's, which tries each kind
     of layer once; None: try this layer by itself.
     """
-    weight = torch.cat((weight, *beside)) if beside else weight.contiguous()
+    weight = torch.cat((weight, *merged)) if merged else weight.contiguous()
     if weight.numel() == 0 or weight.device.type != "cpu":
         return TorchLinear(weight, bias)
     # Limits the time of the test. Only large layers are tested with few rows, which are enough for them.

@@ -248,10 +248,10 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         )
     checker = BatchInvarianceChecker()
 
-    def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
-        outputs = weight.shape[0] + sum(one.shape[0] for one in beside)
+    def pack(weight: Tensor, bias: Tensor | None = None, merged: Sequence[Tensor] = ()) -> linear.Linear:
+        outputs = weight.shape[0] + sum(one.shape[0] for one in merged)
         kind = LayerKind(found.variant, outputs, weight.shape[1], weight.dtype)
-        return checker.make_invariant(packer.pack(weight, bias, beside), kind)
+        return checker.make_invariant(packer.pack(weight, bias, merged), kind)
 
     def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> linear.Linear:
         kind = LayerKind(f"{found.variant} from int8", weight.shape[0], weight.shape[1], dtype)

@@ -31,8 +31,26 @@ __all__ = [
     "StructuredOutputs",
 ]
 
+_STREAMS = "for streams, run the server and call it with any client of OpenAI's API; LLM also runs in threads"
+# What takes the place of classes that programs import from vllm.
+_REPLACED = {
+    "AsyncEngineArgs": "LLM takes the options as keywords",
+    "AsyncLLM": _STREAMS,
+    "AsyncLLMEngine": _STREAMS,
+    "BeamSearchParams": "there is no beam search; n with a temperature gives several texts",
+    "EngineArgs": "LLM takes the options as keywords",
+    "GuidedDecodingParams": "use StructuredOutputs",
+    "LLMEngine": "use LLM",
+    "PoolingParams": "embed, classify and score take its fields as keywords",
+    "StructuredOutputsParams": "use StructuredOutputs",
+    "TextPrompt": "use a string, or a dict {'prompt': ...}",
+    "TokensPrompt": "use a list of ids, or a dict {'prompt_token_ids': ...}",
+}
+
 
 def __getattr__(name: str) -> object:
+    if name in _REPLACED:  # `from serve_llm import ...` would hide the text of an AttributeError
+        raise ImportError(f"serve_llm has no {name}: {_REPLACED[name]}")
     if name == "__version__":
         from importlib.metadata import version
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping
@@ -108,7 +109,9 @@ def _to_struct(kind: type[msgspec.Struct]) -> Convert:
             fields = dict(value)
             unknown = next((key for key in fields if key not in kind.__struct_fields__), None)
             if unknown is not None:
-                raise InvalidRequest(f"unknown field {name}.{unknown}", f"{name}.{unknown}")
+                close = difflib.get_close_matches(unknown, kind.__struct_fields__, n=1)
+                suggestion = f"; did you mean {close[0]}?" if close else ""
+                raise InvalidRequest(f"unknown field {name}.{unknown}{suggestion}", f"{name}.{unknown}")
         else:
             raise _refuse(value, name, f"a {kind.__name__} or a dict of its fields")
         try:

@@ -61,11 +61,13 @@ class SamplingFields(msgspec.StructMeta):
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         """Raises TypeError for an unknown keyword, and InvalidRequest for one whose value is not neutral."""
+        if args:
+            raise TypeError(f"{cls.__name__} takes keywords only, such as temperature=0.5")
         try:
-            return super().__call__(*args, **fields)
+            return super().__call__(**fields)
         except TypeError:
             known = [name for name in fields if name in cls.__struct_fields__]
-            if args or len(known) == len(fields):
+            if len(known) == len(fields):
                 raise
         for name in fields.keys() - set(known):
             cls._check_neutral(name, fields)

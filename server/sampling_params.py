@@ -130,13 +130,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
-        asked_ids = self.logprob_token_ids or []
-        if len(asked_ids) > MAX_LOGPROB_TOKEN_IDS:
+        requested_ids = self.logprob_token_ids or []
+        if len(requested_ids) > MAX_LOGPROB_TOKEN_IDS:
             raise InvalidRequest(
-                f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} ids, not {len(asked_ids)}",
+                f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} ids, not {len(requested_ids)}",
                 "logprob_token_ids",
             )
-        if asked_ids and self.logprobs is None:
+        if requested_ids and self.logprobs is None:
             raise InvalidRequest("logprob_token_ids needs logprobs", "logprob_token_ids")
         for name, words in (("stop", self.stop_strings), ("bad_words", self.bad_words or [])):
             if "" in words:

@@ -70,7 +70,7 @@ def _read_options(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the engine's options and the benchmark's, which have `names`. Raises OptionError."""
     refuse_peer_options(parser.parse_known_args(list(argv))[1], starts_server=True)
-    given = read_command_line(parser, ENGINE_FIELDS, argv)
+    given = read_command_line(parser, argv)
     if given.pop("config", None) is not None:
         raise OptionError("--config: a benchmark takes its options from the command line")
     if "model" not in given:

@@ -41,7 +41,7 @@ from serve_llm.cli.bench.report import (
     write_json,
 )
 from serve_llm.cli.bench.workloads import WORKLOADS, parse_with_workload
-from serve_llm.cli.server_process import end_on_signals, find_server, split_target
+from serve_llm.cli.server_process import end_on_signals, find_server, refuse_mistyped, split_target
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.help_text import DefaultsFormatter
 from serve_llm.common.options.sources import OptionParser
@@ -176,9 +176,11 @@ def find_target(target: str, options: argparse.Namespace) -> str:
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code: 1 if a request failed. Raises ServeError."""
     target, rest = split_target(argv)
-    options, server_arguments = parse_with_workload(create_parser(), rest)
+    parser = create_parser()
+    options, server_arguments = parse_with_workload(parser, rest)
     target = find_target(target, options)
     refuse_peer_options(server_arguments, starts_server=not is_url(target))
+    refuse_mistyped(parser, server_arguments)
     metrics, percentiles = check_options(options)
     objectives = parse_objectives(options.goodput)
     # The environment may hold several keys; one is enough.

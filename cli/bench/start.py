@@ -14,7 +14,7 @@ from serve_llm.cli.bench.client import StreamClient
 from serve_llm.cli.bench.peer_options import refuse_peer_options
 from serve_llm.cli.bench.report import format_row, format_title, summarize_times, write_json
 from serve_llm.cli.bench.serve import positive_int
-from serve_llm.cli.server_process import ServerProcess, end_on_signals, split_target
+from serve_llm.cli.server_process import ServerProcess, end_on_signals, refuse_mistyped, split_target
 from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.common.options.sources import OptionParser
 
@@ -35,10 +35,12 @@ def create_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code. Raises ServeError."""
     model, rest = split_target(argv)
-    options, server_arguments = create_parser().parse_known_args(rest)
+    parser = create_parser()
+    options, server_arguments = parser.parse_known_args(rest)
     if not argv or model != argv[0]:
         raise OptionError("bench start: give a model first")
     refuse_peer_options(server_arguments, starts_server=True)
+    refuse_mistyped(parser, server_arguments)
     api_key = environ.get("SERVE_LLM_API_KEY", "").split(",")[0] or None
     serving: list[float] = []
     first_token: list[float] = []

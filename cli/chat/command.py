@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from serve_llm.cli.api_client import DEFAULT_URL, ApiClient, ApiError, complete_url, is_url
 from serve_llm.cli.chat.display import ChatDisplay, LineHistory, is_interactive, make_pipe_reader, read_terminal_line
 from serve_llm.cli.chat.session import ChatSession, CommandError, StreamedCall
-from serve_llm.cli.server_process import end_on_signals, find_server, split_target
+from serve_llm.cli.server_process import end_on_signals, find_server, refuse_mistyped, split_target
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.sources import OptionParser
 
@@ -65,7 +65,9 @@ def create_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code. Raises ServeError."""
     target, rest = split_target(argv)
-    options, server_arguments = create_parser().parse_known_args(rest)
+    parser = create_parser()
+    options, server_arguments = parser.parse_known_args(rest)
+    refuse_mistyped(parser, server_arguments)
     if options.url is not None:
         if target != DEFAULT_URL:
             raise OptionError("--url: the server is given twice")

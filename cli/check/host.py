@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from pathlib import Path
 
 import msgspec
 
@@ -43,7 +42,7 @@ def inspect_host(rank: int, address: str, probe_port: int, model: str | None) ->
     gpu_problem = (explain_unusable_gpus(read_gpu_software()) or find_missing_compiler() or "") if gpus else ""
     invariance = None
     try:
-        directory = _find_cached(model) if model else None
+        directory = resolve_model(model, cached_only=True) if model else None
         fingerprint = hosts.fingerprint(directory)
         if directory is not None and gpus == 0:
             invariance = check_invariance(directory)
@@ -68,11 +67,6 @@ def inspect_host(rank: int, address: str, probe_port: int, model: str | None) ->
         model_error=error,
         invariance=invariance,
     )
-
-
-def _find_cached(model: str) -> Path:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when `resolve_model` imports it
-    return resolve_model(model)
 
 
 def _read_shm_bytes() -> int:

@@ -37,7 +37,7 @@ VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "TMPDIR")  # no to
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Convert. Return 0. Raises ServeError."""
-    given = read_command_line(create_parser(), CONVERT_FIELDS, argv)
+    given = read_command_line(create_parser(), argv)
     output = Path(str(given.pop("output"))).expanduser()
     options = merge_sources(given, environ)
     if output.exists():

@@ -18,7 +18,7 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
 from serve_llm.common.options.sources import build_from_flags, build_options, collect_given, make_parser
 from serve_llm.common.options.sources import read_command_line as read_flags
-from serve_llm.engine.worker.kv_cache import cache_tokens, capacity_lines, format_bytes, states_lines
+from serve_llm.engine.worker.kv_cache import count_cache_tokens, describe_capacity, describe_states, format_bytes
 
 SERVER_OPTIONS = (
     "model",
@@ -85,7 +85,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[
 
     Raises OptionError.
     """
-    given = read_flags(create_parser(), PLAN_FIELDS, argv)
+    given = read_flags(create_parser(), argv)
     as_json = bool(given.pop("json", False))
     names = {option.name for option in HARDWARE_FIELDS}
     hardware = {name: given.pop(name) for name in names & given.keys()}
@@ -121,13 +121,13 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
     if config.data_parallel_size > 1:
         lines.append(f"Each of the {config.data_parallel_size} data-parallel engines:")
     if chosen.fits:
-        lines += states_lines(chosen.cache)
-        lines += capacity_lines(chosen.cache_tokens, chosen.concurrency, config.max_model_len, config.device)
+        lines += describe_states(chosen.cache)
+        lines += describe_capacity(chosen.cache_tokens, chosen.concurrency, config.max_model_len, config.device)
         if config.kv_offload_memory is not None:
             in_memory = dataclasses.replace(
                 chosen.cache, num_blocks=config.kv_offload_memory // chosen.cache.block_bytes
             )
-            tokens = cache_tokens(in_memory, config.max_model_len, config.max_num_batched_tokens)
+            tokens = count_cache_tokens(in_memory, config.max_model_len, config.max_num_batched_tokens)
             size = format_bytes(config.kv_offload_memory)
             lines.append(f"Host memory for evicted blocks: {tokens:,} tokens, {size} for each rank")
         lines.append(f"Fits: {format_sizes(chosen.layout)}")

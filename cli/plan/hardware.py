@@ -127,7 +127,7 @@ def resolve_hardware(options: HardwareOptions, device: str, config: Config) -> H
     if model is not None and not model.takes_fp8_cache and config.kv_cache_dtype == "fp8":
         what = f"--kv-cache-dtype: fp8 is not served on a {options.gpu}"
         raise OptionError(f"{what} (needed: compute capability 8.9 or 9.0); use auto, or omit the option")
-    memory = options.memory or (model.memory_bytes if model else kv_cache.free_memory())
+    memory = options.memory or (model.memory_bytes if model else kv_cache.find_free_memory())
     if device == "cpu":
         return Hardware(gpu="", memory=memory, ranks_per_node=1, nodes=options.nodes, has_nvlink=False)
     return Hardware(

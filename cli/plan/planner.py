@@ -164,7 +164,7 @@ class _Planner:
             ),
             cache=first_cache,
             blocks_per_request=blocks_per_request,
-            cache_tokens=kv_cache.cache_tokens(first_cache, config.max_model_len, config.max_num_batched_tokens),
+            cache_tokens=kv_cache.count_cache_tokens(first_cache, config.max_model_len, config.max_num_batched_tokens),
             concurrency=kv_cache.find_concurrency(first_cache, blocks_per_request),
             missing_bytes=max(missing)[0],
             missing_for=max(missing)[1],
@@ -196,7 +196,7 @@ class _Planner:
             room = memory // local_ranks
             free = max(0, memory - local_ranks * weights)
             request_bytes = blocks_per_request * empty.block_bytes
-            cache = kv_cache.default_cpu_bytes(request_bytes, local_ranks, free, empty.most_state_bytes)
+            cache = kv_cache.choose_cpu_cache_bytes(request_bytes, local_ranks, free, empty.most_state_bytes)
         else:
             room = int(memory * config.gpu_memory_utilization) - CUDA_CONTEXT_BYTES
             cache = max(0, room - weights - step)

@@ -102,7 +102,9 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     ),
     refused("-j* --json-schema* --grammar*", "response_format or structured_outputs, " + _PER_REQUEST),
     refused(
-        "--xtc-* --typical* --dry-* --adaptive-* --dynatemp-* --mirostat* --sampl*-seq", "there is no such sampler"
+        "--xtc-* --typical* --dry-base --dry-multiplier --dry-allowed-length --dry-penalty-last-n "
+        "--dry-sequence-breaker --adaptive-* --dynatemp-* --mirostat* --sampl*-seq",
+        "there is no such sampler",
     ),
     refused("-bs --backend-sampling", "always so; ids are sampled where the model is"),
     refused("--reverse-prompt", "the field `stop` of a request"),

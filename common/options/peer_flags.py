@@ -52,6 +52,18 @@ def find_peer_flag(name: str) -> FoundFlag | None:
     return None
 
 
+def list_accepted_flags() -> list[str]:
+    """The long flags of other engines that are accepted here, with any value or with some."""
+    return [
+        name
+        for flags in PEER_FLAGS.values()
+        for flag in flags
+        if not flag.is_refused
+        for name in flag.names
+        if name.startswith("--") and "*" not in name
+    ]
+
+
 def translate_arguments(argv: Sequence[str], known: Collection[str]) -> list[str]:
     """The command line with the flags of other engines replaced by ours. known: our own flags.
 

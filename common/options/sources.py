@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     environment (SERVE_LLM_<OPTION>), which beats the defaults.
 
     Raises OptionError (one line that names the option), SystemExit after --help and --version."""
-    flags = read_command_line(make_parser(notes=NOTES), OPTION_FIELDS, argv)
+    flags = read_command_line(make_parser(notes=NOTES), argv)
     return merge_sources(flags, environ)
 
 
@@ -139,6 +139,8 @@ class OptionParser(argparse.ArgumentParser):
         flag = argument.partition("=")[0]
         if not flag.startswith("-"):
             return f"unexpected argument {flag!r}; see {self.prog} --help"
+        if flag in ("--host", "--port") and any(action.dest == "url" for action in self._actions):
+            return f"unknown option {flag}; give the server's URL instead: {self.prog} http://HOST:PORT"
         close = difflib.get_close_matches(flag, self._option_string_actions, 1)
         return f"unknown option {flag}; {f'did you mean {close[0]}?' if close else f'see {self.prog} --help'}"
 
@@ -158,7 +160,7 @@ def _help_text(option: dataclasses.Field[object]) -> str:
     return f"{text} (default: {default})"
 
 
-def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Sequence[str]) -> dict[str, object]:
+def read_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, object]:
     """Return the given values by field name. Raises OptionError for an unknown option, SystemExit after --version."""
     _show_help_about(parser, argv)
     namespace, unknown = parser.parse_known_args(list(argv))
@@ -176,7 +178,7 @@ def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Se
         whole = flag.partition(".")[0]
         if whole in parser._option_string_actions:  # vLLM reads the keys of a JSON object this way
             raise OptionError(f"unknown option {flag}; give {whole} as one JSON object")
-        raise OptionError(f"unknown option {flag}{_suggest(flag, '--', options, parser.prog)}")
+        raise OptionError(f"unknown option {flag}{_suggest(flag, '--', parser._option_string_actions, parser.prog)}")
     if flags.pop("version", False):
         from importlib.metadata import version  # slower than all other imports here
 
@@ -297,19 +299,25 @@ def _find_option(name: str, value: object, source: str, prefix: str = "") -> Giv
     if translated is not None:
         ours, value = translated
         return _find_option(ours, value, source, prefix) if ours else {}
-    raise OptionError(f"unknown option {source}{_suggest(plain, prefix)}")
+    flags = {f"--{option_name(option)}" for option in OPTION_FIELDS}
+    flags |= {f"--no-{option_name(option)}" for option in OPTION_FIELDS if is_switch(option)}
+    raise OptionError(f"unknown option {source}{_suggest(plain, prefix, flags)}")
 
 
-def _suggest(name: str, prefix: str, options: Fields = OPTION_FIELDS, program: str = "serve-llm") -> str:
-    """Return '; did you mean ...?' in the spelling of the source of the unknown name, which `prefix` identifies."""
-    names = {option_name(option) for option in options}
-    names |= {f"no-{option_name(option)}" for option in options if is_switch(option)}
-    if prefix == "--":
-        names = (names | {"config", "version", "help"}) - {"model"}
-    close = difflib.get_close_matches(name.strip("-").replace("_", "-").lower(), sorted(names), n=1)
+def _suggest(name: str, prefix: str, flags: Collection[str], program: str = "serve-llm") -> str:
+    """Return '; did you mean ...?' in the spelling of the source of the unknown name, which `prefix` identifies.
+
+    flags: our own. Accepted ones of other engines are suggested too: the nearest of ours to --disable-log-request would
+    be --enable-log-requests."""
+    from serve_llm.common.options.peer_flags import list_accepted_flags  # large tables, needed only here
+
+    known = sorted({flag for flag in flags if flag.startswith("--")}.union(list_accepted_flags()))
+    close = difflib.get_close_matches("--" + name.strip("-").replace("_", "-").lower(), known, n=1)
     if not close:
         return f"; see {program} --help"
-    nearest = close[0] if prefix == "--" else close[0].replace("-", "_")
+    nearest = close[0].removeprefix("--")
+    if prefix != "--":
+        nearest = nearest.replace("-", "_")
     if prefix == ENVIRONMENT_PREFIX:
         nearest = nearest.upper()
     return f"; did you mean {prefix}{nearest}?"

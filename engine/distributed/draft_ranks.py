@@ -24,14 +24,14 @@ def build_draft_model_on_ranks(draft: DraftModelConfig, served: Config, executor
     assert shards, "no rank has loaded the draft model"
     caches = [shard.kv_cache_config for shard in shards]
     smallest = min(caches, key=lambda cache: cache.num_blocks)  # ranks with more blocks leave some unused
-    tokens = kv_cache.cache_tokens(smallest, config.max_model_len, config.max_num_batched_tokens)
+    tokens = kv_cache.count_cache_tokens(smallest, config.max_model_len, config.max_num_batched_tokens)
     logger.info(
         "Draft model %s (%s) on %d rank%s: %s; %s tokens",
         config.directory,
         draft.spec.architecture,
         len(shards),
         "s" if len(shards) > 1 else "",
-        kv_cache.memory_line([shard.weight_bytes for shard in shards], [cache.num_bytes for cache in caches]),
+        kv_cache.describe_memory([shard.weight_bytes for shard in shards], [cache.num_bytes for cache in caches]),
         f"{tokens:,}",
     )
 

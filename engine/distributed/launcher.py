@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from serve_llm.common.library_variables import set_library_defaults
-from serve_llm.engine.worker.cpu_threads import usable_cores
+from serve_llm.engine.worker.cpu_threads import count_usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class WorkerLauncher:
         secret: of the engine's endpoint. address: of this host, for ranks on others. directory: of the checkpoint, if
         its path may differ from that on the engine's host. environ: environment of the processes, without the secret.
         """
-        cores = usable_cores()
+        cores = count_usable_cores()
         if len(ranks) > MANY_RANKS * cores:
             logger.warning(
                 "%d ranks on %d cores wait for each other from loading on; fewer are faster "

@@ -43,7 +43,7 @@ def start_workers(
         return choice, None
     if choice.backend == "mp":
         local_ranks = facts.num_ranks if facts.local_ranks is None else facts.local_ranks
-        kv_cache.check_ranks(local_ranks, kv_cache.free_memory())
+        kv_cache.check_ranks(local_ranks, kv_cache.find_free_memory())
         if local_ranks == 0 and options.device != "auto":  # this host needs no device
             choice = replace(choice, device=options.device)
         if local_ranks < facts.num_ranks:

@@ -142,17 +142,17 @@ class DraftSequences:
     def _take_over(self, draft: DraftSequence, token_ids: Items[int]) -> None:
         """Replace the drafts by the ids that were sampled."""
         sequence = draft.sequence
-        came = token_ids[draft.num_known :]
+        actual_ids = token_ids[draft.num_known :]
         num_right = 0
-        for guessed, one in zip(draft.guesses, came, strict=False):
-            if guessed != one or not self._keeps_guesses:
+        for guess, actual in zip(draft.guesses, actual_ids, strict=False):
+            if guess != actual or not self._keeps_guesses:
                 break
             num_right += 1
         end = draft.num_known + num_right
         if sequence.num_sent_ids > end:
             sequence.num_sent_ids = end
             draft.num_stale = end
-        sequence.token_ids[end:] = came[num_right:]
+        sequence.token_ids[end:] = actual_ids[num_right:]
         sequence.num_computed = min(sequence.num_computed, end)
         sequence.num_scheduled = sequence.num_computed
         draft.num_known = len(token_ids)

@@ -50,7 +50,7 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
         kv_cache_config = worker.allocate(worker.num_blocks)
     except (CapacityError, ModelError) as error:
         raise type(error)(f"--speculative-config: the draft model in {config.directory}: {error}") from None
-    tokens = kv_cache.cache_tokens(kv_cache_config, config.max_model_len, config.max_num_batched_tokens)
+    tokens = kv_cache.count_cache_tokens(kv_cache_config, config.max_model_len, config.max_num_batched_tokens)
     logger.info(
         "%s %s (%s): %s of weights, %s of KV cache for %s tokens",
         "Draft model" if draft.mtp is None else "MTP layer of",
@@ -72,6 +72,6 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
 def find_free_memory(served: Config) -> int:
     """Return the bytes of device memory that models may take."""
     if served.device == "cpu":
-        return kv_cache.free_memory()
+        return kv_cache.find_free_memory()
     free, total = torch.cuda.mem_get_info()
     return min(int(free), int(total * served.gpu_memory_utilization))

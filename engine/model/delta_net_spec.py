@@ -23,7 +23,7 @@ class GatedDeltaNetSpec:
     value_dim: int  # numbers of a head's value
     conv_kernel: int  # tokens that the convolution reads, including the newest
     norm_eps: float  # RMS norm of every head's output
-    takes_turns: bool = False  # key heads take turns: each serves every num_kv_heads-th head, not consecutive ones
+    interleaved_key_heads: bool = False  # a key head serves every num_kv_heads-th head, not consecutive ones
 
     rope: ClassVar[None] = None
     rope_dim: ClassVar[int] = 0
@@ -32,7 +32,7 @@ class GatedDeltaNetSpec:
 
     def find_key_head(self, head: int) -> int:
         """Return the key head that serves a head."""
-        return head % self.num_kv_heads if self.takes_turns else head // (self.num_heads // self.num_kv_heads)
+        return head % self.num_kv_heads if self.interleaved_key_heads else head // (self.num_heads // self.num_kv_heads)
 
     def count_channels(self, heads: int, key_heads: int) -> int:
         """Numbers that the convolution reads for each token, given the number of heads."""

@@ -187,7 +187,9 @@ def _take_turns(layer: LayerSpec) -> LayerSpec:
     attention = layer.attention
     if not isinstance(attention, GatedDeltaNetSpec):
         return layer
-    return replace(layer, attention=replace(attention, takes_turns=attention.num_heads > attention.num_kv_heads))
+    return replace(
+        layer, attention=replace(attention, interleaved_key_heads=attention.num_heads > attention.num_kv_heads)
+    )
 
 
 def _join_qkv(spec: ModelSpec, rules: Sequence[WeightRule]) -> list[WeightRule]:

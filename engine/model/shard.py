@@ -75,7 +75,7 @@ class Shard:
 
     def attention(self, mixer: AnyAttentionSpec) -> HeadShare:
         share = split_heads(mixer.num_heads, mixer.num_kv_heads, self.layout.tp_size, self.weights)[self.tp_rank]
-        if isinstance(mixer, GatedDeltaNetSpec) and mixer.takes_turns and share.heads:
+        if isinstance(mixer, GatedDeltaNetSpec) and mixer.interleaved_key_heads and share.heads:
             keys = [mixer.find_key_head(head) for head in share.heads]
             return HeadShare(share.heads, range(min(keys), max(keys) + 1), before=0)
         return share

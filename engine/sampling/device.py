@@ -18,7 +18,7 @@ from serve_llm.engine.sampling.sampler import (
     GREEDY,
     SampledToken,
     SamplerOutput,
-    add_asked_ids,
+    add_requested_ids,
     build_draws,
     is_greedy,
     is_unadjusted,
@@ -59,9 +59,11 @@ class DeviceSampler:
             token_ids, *columns = (copy.wait().tolist() for copy in copies)
             if not with_logprobs:
                 return [SampledToken(token_id, None) if token_id >= 0 else None for token_id in token_ids]
-            asked = iter(columns.pop() if len(columns) > LOGPROB_COLUMNS else ())
+            requested = iter(columns.pop() if len(columns) > LOGPROB_COLUMNS else ())
             logprobs = dict(zip(with_logprobs, zip(*columns, strict=True), strict=True))
-            return [_build_token(row, token_ids[index], logprobs.get(index), asked) for index, row in enumerate(rows)]
+            return [
+                _build_token(row, token_ids[index], logprobs.get(index), requested) for index, row in enumerate(rows)
+            ]
 
         return SamplerOutput(finish, lambda: copies[-1].is_ready, ids)
 
@@ -112,14 +114,18 @@ class DeviceSampler:
             logits = logits[index]
             ids = ids[index]
         k = max(rows[index].sampling.logprobs or 0 for index in indices)
-        asked = [(place, one) for place, index in enumerate(indices) for one in rows[index].sampling.logprob_token_ids]
-        found = self._kernels.log_softmax_gather(logits, ids, max(k, 1) if asked else k)
+        requested = [
+            (number, one) for number, index in enumerate(indices) for one in rows[index].sampling.logprob_token_ids
+        ]
+        found = self._kernels.log_softmax_gather(logits, ids, max(k, 1) if requested else k)
         columns: list[Tensor] = [*found]
-        if asked:
-            places, asked_ids = self._copier.to_device(np.array(asked).T)
-            most_likely = found.top_ids[places, 0].clamp(0, logits.shape[1] - 1)  # undefined if logits are not finite
-            distances = logits[places, asked_ids].double() - logits[places, most_likely].double()
-            columns.append(found.top_logprobs[places, 0] + distances)
+        if requested:
+            row_numbers, requested_ids = self._copier.to_device(np.array(requested).T)
+            most_likely = found.top_ids[row_numbers, 0].clamp(
+                0, logits.shape[1] - 1
+            )  # undefined if logits are not finite
+            distances = logits[row_numbers, requested_ids].double() - logits[row_numbers, most_likely].double()
+            columns.append(found.top_logprobs[row_numbers, 0] + distances)
         return [self._copier.to_host(column) for column in columns]
 
 
@@ -127,15 +133,16 @@ def _build_token(
     row: SampleRow,
     token_id: int,
     logprobs: tuple[float, int, list[int], list[float]] | None,
-    asked: Iterator[float],
+    requested: Iterator[float],
 ) -> SampledToken | None:
-    """asked: log-probabilities of the requested ids of this and the following rows."""
-    asked_ids = row.sampling.logprob_token_ids
-    asked_logprobs = list(islice(asked, len(asked_ids))) if logprobs is not None else []
+    """requested: log-probabilities of the requested ids of this and the following rows."""
+    requested_ids = row.sampling.logprob_token_ids
+    requested_logprobs = list(islice(requested, len(requested_ids))) if logprobs is not None else []
     if token_id < 0:
         return None
     if logprobs is None:
         return SampledToken(token_id, None)
     return SampledToken(
-        token_id, add_asked_ids(TokenLogprobs(*logprobs), row.sampling.logprobs or 0, asked_ids, asked_logprobs)
+        token_id,
+        add_requested_ids(TokenLogprobs(*logprobs), row.sampling.logprobs or 0, requested_ids, requested_logprobs),
     )

@@ -19,7 +19,7 @@ def find_known_logprobs(
     hidden: Tensor,
     next_ids: Sequence[int],
     k: int,
-    asked_ids: Sequence[int],
+    requested_ids: Sequence[int],
     is_output_rank: bool,
 ) -> list[TokenLogprobs] | None:
     """The log-probability of the id after each position, of the k most likely ids and of the requested ids.
@@ -35,7 +35,7 @@ def find_known_logprobs(
         logits = vocabulary.gather(compute_logits(hidden[start : start + len(ids)]))
         if is_output_rank:
             try:
-                logprobs += find_logprobs(vocabulary.kernels, logits, ids, k, asked_ids)
+                logprobs += find_logprobs(vocabulary.kernels, logits, ids, k, requested_ids)
             except ValueError:
                 is_finite = False
     return logprobs if is_finite else None

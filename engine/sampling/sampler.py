@@ -74,8 +74,8 @@ class Sampler:
             elif k is None:
                 tokens.append(SampledToken(token_id, None))
             else:
-                asked_ids = rows[index].sampling.logprob_token_ids
-                (logprobs,) = find_logprobs(self._kernels, logits[index : index + 1], [token_id], k, asked_ids)
+                requested_ids = rows[index].sampling.logprob_token_ids
+                (logprobs,) = find_logprobs(self._kernels, logits[index : index + 1], [token_id], k, requested_ids)
                 tokens.append(SampledToken(token_id, logprobs))
         return tokens
 
@@ -85,30 +85,32 @@ class Sampler:
 
 
 def find_logprobs(
-    kernels: SamplingKernels, logits: Tensor, ids: Sequence[int], k: int, asked_ids: Sequence[int] = ()
+    kernels: SamplingKernels, logits: Tensor, ids: Sequence[int], k: int, requested_ids: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
     """Return, per row, the log-probability of its id, of the k most likely ids and of the requested ids, before
     temperature, bans and penalties.
 
     logits: (n, vocab), unchanged from the model. Raises ValueError if they are not finite.
     """
-    if not asked_ids:
+    if not requested_ids:
         return [TokenLogprobs(*row) for row in kernels.logprobs(logits, ids, k)]
     rows = kernels.logprobs(logits, ids, max(k, 1))
     most_likely = torch.tensor([row.top_ids[:1] for row in rows], device=logits.device)
-    distances = logits[:, list(asked_ids)].double() - logits.gather(1, most_likely).double()
+    distances = logits[:, list(requested_ids)].double() - logits.gather(1, most_likely).double()
     return [
-        add_asked_ids(TokenLogprobs(*row), k, asked_ids, [row.top_logprobs[0] + distance for distance in distant])
+        add_requested_ids(
+            TokenLogprobs(*row), k, requested_ids, [row.top_logprobs[0] + distance for distance in distant]
+        )
         for row, distant in zip(rows, distances.tolist(), strict=True)
     ]
 
 
-def add_asked_ids(
-    found: TokenLogprobs, k: int, asked_ids: Sequence[int], asked_logprobs: Sequence[float]
+def add_requested_ids(
+    found: TokenLogprobs, k: int, requested_ids: Sequence[int], requested_logprobs: Sequence[float]
 ) -> TokenLogprobs:
     """`found` with its k most likely ids, and the requested ids that are not among them."""
     logprobs = dict(zip(found.top_ids[:k], found.top_logprobs[:k], strict=True))
-    for token_id, logprob in zip(asked_ids, asked_logprobs, strict=True):
+    for token_id, logprob in zip(requested_ids, requested_logprobs, strict=True):
         logprobs.setdefault(token_id, logprob)
     return TokenLogprobs(found.logprob, found.rank, list(logprobs), list(logprobs.values()))
 

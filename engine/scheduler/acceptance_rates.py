@@ -26,12 +26,12 @@ class AcceptanceRates:
         """Return the acceptance rate of drafts after matches of `length` ids."""
         return self._rates[min(length, LONGEST)]
 
-    def find_later_rate(self, length: int, place: int) -> float:
-        """The same for the draft after `place` accepted ones."""
-        return self.find_rate(length + place)
+    def find_later_rate(self, length: int, index: int) -> float:
+        """Return the acceptance rate of the draft after `index` accepted ones from the same match."""
+        return self.find_rate(length + index)
 
-    def observe(self, length: int, came_true: bool) -> None:
+    def observe(self, length: int, was_right: bool) -> None:
         length = min(length, LONGEST)
         self._weights[length] = self.MEMORY * self._weights[length] + 1.0
-        self._right[length] = self.MEMORY * self._right[length] + came_true
+        self._right[length] = self.MEMORY * self._right[length] + was_right
         self._rates[length] = self._right[length] / self._weights[length]

@@ -71,7 +71,7 @@ class AdapterSlots:
             return self._digests.index(digest) != self._closed
         return 0 in self._num_users and not self._has_loaded
 
-    def lacks(self, sequence: Sequence) -> bool:
+    def needs_load(self, sequence: Sequence) -> bool:
         """Whether the sequence needs an adapter that the workers do not hold."""
         digest = sequence.adapter_digest
         return bool(digest) and digest not in self._digests
@@ -86,12 +86,12 @@ class AdapterSlots:
         """False without slots."""
         return bool(self._num_users) and 0 not in self._num_users
 
-    def claim(self, lacking: Iterable[Sequence]) -> Sequence | None:
-        """Record which adapters the waiting sequences lack. If no slot is free, returns the sequence for which one must
-        be closed: the first one of the adapter that has waited longest."""
+    def claim(self, without_adapter: Iterable[Sequence]) -> Sequence | None:
+        """Record which adapters have waiting sequences but no slot. If no slot is free, returns the sequence for which
+        one must be closed: the first one of the adapter that has waited longest."""
         self._closed = None
         firsts: dict[str, Sequence] = {}
-        for sequence in lacking:
+        for sequence in without_adapter:
             first = firsts.setdefault(sequence.adapter_digest, sequence)
             if sequence.request.priority < first.request.priority:
                 firsts[sequence.adapter_digest] = sequence
@@ -102,8 +102,8 @@ class AdapterSlots:
         self._claims = {digest: claims.pop(digest) for digest in self._claims if digest in claims} | claims
         if not self._are_all_in_use:
             return None
-        ripe = [digest for digest in self._list_claims() if self._claims[digest].first_step <= self._step]
-        return firsts[ripe[0]] if ripe else None
+        due = [digest for digest in self._list_claims() if self._claims[digest].first_step <= self._step]
+        return firsts[due[0]] if due else None
 
     def _list_claims(self) -> list[str]:
         """Order by priority, then by waiting time."""

@@ -12,12 +12,12 @@ class BatchApiShare:
     """
 
     TOKENS_OF_OTHERS = 8
-    MOST = 16  # limit on saved tokens, so that no single step grows much
+    MAX_SAVED = 16  # tokens, so that no single step grows much
     MOST_SKIPPED = 8  # steps in a row
 
-    def __init__(self, most: int = MOST) -> None:
-        """most: limit on saved tokens; more than MOST only if a prompt must be computed in one step."""
-        self._most = most
+    def __init__(self, max_saved: int = MAX_SAVED) -> None:
+        """max_saved: limit on saved tokens; more than MAX_SAVED only if a prompt must be computed in one step."""
+        self._max_saved = max_saved
         self._earned = 0  # in tokens of others
         self._num_skipped = 0  # latest steps without tokens of batches
 
@@ -30,7 +30,7 @@ class BatchApiShare:
         """Count the tokens of other requests in a step. is_decode: whether an id is sampled after each."""
         is_skipped = not is_decode and self._num_skipped < self.MOST_SKIPPED
         self._num_skipped = self._num_skipped + 1 if is_skipped else 0
-        self._earned = min(self._earned + num_others, self._most * self.TOKENS_OF_OTHERS)
+        self._earned = min(self._earned + num_others, self._max_saved * self.TOKENS_OF_OTHERS)
 
     def spend(self, num_tokens: int) -> None:
         self._earned = max(0, self._earned - num_tokens * self.TOKENS_OF_OTHERS)

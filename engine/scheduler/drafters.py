@@ -1,4 +1,4 @@
-"""The drafts of each sequence: the last one, whether such drafts came true, and when a text is looked up again."""
+"""The drafts of each sequence: the last one, how often such drafts are right, and when a text is looked up again."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Drafter(ABC):
         """Whether the last draft is of the sequence's next ids."""
         return bool(self.proposed) and self.num_ids == len(sequence.token_ids)
 
-    def judge(self, token_ids: Items[int]) -> None:
-        """Compare the last draft with the actual ids, whether or not it was verified."""
-        for place, (guessed, came) in enumerate(zip(self.proposed, token_ids[self.num_ids :], strict=False)):
-            self.learn(place, guessed == came)
-            if guessed != came:
+    def check_last(self, token_ids: Items[int]) -> None:
+        """Learn from the last draft by comparing it with the actual ids, whether or not it was verified."""
+        for index, (guess, actual) in enumerate(zip(self.proposed, token_ids[self.num_ids :], strict=False)):
+            self.learn(index, guess == actual)
+            if guess != actual:
                 break
 
     @abstractmethod
-    def learn(self, place: int, came_true: bool) -> None:
-        """Record whether the id at `place` of the draft was right, given that those before it were."""
+    def learn(self, index: int, was_right: bool) -> None:
+        """Record whether the id at `index` of the draft was right, given that those before it were."""
 
     @abstractmethod
-    def find_chance(self, place: int) -> float:
-        """Return the probability that the id at `place` of the draft is right, given that those before it are."""
+    def find_acceptance(self, index: int) -> float:
+        """Return the probability that the id at `index` of the draft is right, given that those before it are."""
 
 
 @dataclass(slots=True)
@@ -60,11 +60,11 @@ class ModelDrafter(Drafter):
     rate: float = FIRST_RATE  # recent acceptance rate of its drafts
     num_judged: int = 0  # drafts that `rate` has been learned from
 
-    def learn(self, place: int, came_true: bool) -> None:
+    def learn(self, index: int, was_right: bool) -> None:
         self.num_judged += 1
-        self.rate += RATE_WEIGHT * (came_true - self.rate)
+        self.rate += RATE_WEIGHT * (was_right - self.rate)
 
-    def find_chance(self, place: int) -> float:
+    def find_acceptance(self, index: int) -> float:
         return self.rate
 
 
@@ -78,13 +78,13 @@ class TextDrafter(Drafter):
     is_verifying: bool = False  # whether `proposed` is verified by a step
     num_failures: int = 0  # log2 of the next wait: drafts without an accepted id, minus those with one, in limits
 
-    def learn(self, place: int, came_true: bool) -> None:
-        length = self.match_length + place
-        self.excess += EXCESS_WEIGHT * (came_true - self.rates.find_rate(length) - self.excess)
-        self.rates.observe(length, came_true)
+    def learn(self, index: int, was_right: bool) -> None:
+        length = self.match_length + index
+        self.excess += EXCESS_WEIGHT * (was_right - self.rates.find_rate(length) - self.excess)
+        self.rates.observe(length, was_right)
 
-    def find_chance(self, place: int) -> float:
-        return max(0.0, self.rates.find_rate(self.match_length + place) + min(0.0, self.excess))
+    def find_acceptance(self, index: int) -> float:
+        return max(0.0, self.rates.find_rate(self.match_length + index) + min(0.0, self.excess))
 
 
 class TextDrafters:
@@ -93,7 +93,7 @@ class TextDrafters:
     that misleading text costs little even if the costs are wrong."""
 
     MOST_SKIPPED = 8  # ids without a lookup
-    MOST_FAILURES = 6  # beyond which the wait does not grow: so that each draft that comes true still halves it
+    MOST_FAILURES = 6  # beyond which the wait does not grow, so that each right draft still halves it
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class TextDrafters:
         self.by_request: dict[int, TextDrafter] = {}
         self.build_proposer = build_proposer
         self.rates = AcceptanceRates()
-        self.least_length = 1  # the length of matches that are worth drafts
+        self.min_match_length = 1  # the length of matches that are worth drafts
         self._num_tokens = num_tokens
         self._clock = clock
         self._seconds = 0.0
@@ -146,8 +146,8 @@ class TextDrafters:
 
     def _look_up(self, drafter: TextDrafter, token_ids: Items[int]) -> None:
         if drafter.proposed:
-            drafter.judge(token_ids)
+            drafter.check_last(token_ids)
         drafter.proposed, drafter.match_length = drafter.proposer.propose(token_ids, self._num_tokens)
         drafter.num_ids = len(token_ids)
-        num_missing = self.least_length - drafter.match_length
+        num_missing = self.min_match_length - drafter.match_length
         drafter.next_lookup = drafter.num_ids + max(1, min(self.MOST_SKIPPED, num_missing))

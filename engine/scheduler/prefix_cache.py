@@ -11,7 +11,7 @@ from serve_llm.engine.scheduler.block_pool import BlockKey, BlockPool
 from serve_llm.engine.scheduler.kv_events import KVEventRecorder
 from serve_llm.engine.scheduler.offload import OffloadManager
 from serve_llm.engine.scheduler.output import BlockCopy
-from serve_llm.engine.scheduler.sequence import RELEASED, KVCacheSpec, Sequence
+from serve_llm.engine.scheduler.sequence import RELEASED, KVCacheSpec, Sequence, find_hit_step
 from serve_llm.engine.scheduler.state_snapshots import StateSnapshots
 
 OFFLOADED = -2  # a block table entry whose block is in host memory
@@ -47,11 +47,9 @@ class PrefixCache:
             pool.on_eviction = self._on_eviction
         self._enabled = enabled and bool(groups)  # encoders have no KV
         self._smallest_block = min((group.block_size for group in groups), default=1)
-        self._hit_step = max((group.block_size for group in groups), default=1)  # block sizes are powers of two
+        self._hit_step = find_hit_step(groups)
         self._blocks_per_token = sum(1 / group.block_size for group in groups)
         self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences are going to compute
-        if snapshots is not None:
-            snapshots.set_blocks(groups[0].block_size, self._hit_step)
 
     def _on_eviction(self, block: int, key: BlockKey) -> None:
         if self._recorder is not None:

@@ -42,9 +42,9 @@ class PromptLookup:
         num_ids = len(token_ids)
         self._index.extend(token_ids, num_ids - 1)  # each n-gram in it is followed by an id
         num_new = num_ids - self._num_ids
-        goes_on = self._end != NONE and token_ids[self._end : self._end + num_new] == token_ids[self._num_ids :]
+        continues = self._end != NONE and token_ids[self._end : self._end + num_new] == token_ids[self._num_ids :]
         self._num_ids = num_ids
-        if goes_on:
+        if continues:
             self._end += num_new
             self._length = min(self._max_match, self._length + num_new)
         else:

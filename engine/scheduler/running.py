@@ -137,7 +137,7 @@ class RunningSequences:
         """
         if not self._adapters.are_short:
             return set()
-        first = self._adapters.claim(self._list_lacking())
+        first = self._adapters.claim(self._list_without_adapter())
         if first is None or not self.has_room(first, self._prefix_cache.find(first)):
             return set()
         users = self._adapters.close(first, self)
@@ -147,20 +147,20 @@ class RunningSequences:
             self._preempt(sequence)
         return set()
 
-    def _list_lacking(self) -> list[Sequence]:
-        """List the waiting sequences that lack only a slot for their adapter, or precede those that lack more."""
-        lacking = []
+    def _list_without_adapter(self) -> list[Sequence]:
+        """List the waiting sequences that need only a slot for their adapter, or precede those that need more."""
+        found = []
         is_checked = False
         for sequence in self._waiting:
-            if self._adapters.lacks(sequence):
-                lacking.append(sequence)
+            if self._adapters.needs_load(sequence):
+                found.append(sequence)
             elif self.is_full:
                 break
             elif not is_checked:
                 is_checked = True
                 if not self.has_room(sequence, self._prefix_cache.find(sequence)):
                     break
-        return lacking
+        return found
 
     def _preempt(self, sequence: Sequence) -> None:
         self.requeue(sequence)

@@ -71,10 +71,10 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._adapters = AdapterSlots(max_loras)
         self._num_arrivals = 0
-        self._num_before_batches = 0  # live sequences that do not belong to batches
+        self._num_online = 0  # live sequences that do not belong to batches
         self._num_active = 0  # running ones that are not paused
         self._num_deferred = 0  # waiting ones that the newest step has skipped
-        self._batch_share = BatchApiShare(max_chunk if whole_prompts else BatchApiShare.MOST)
+        self._batch_share = BatchApiShare(max_chunk if whole_prompts else BatchApiShare.MAX_SAVED)
         self._stats = SchedulerStats()
         self._running = RunningSequences(
             self._groups,
@@ -96,7 +96,7 @@ class Scheduler:
         if sequence.num_output and (reason := sequence.finish_reason(self._max_model_len)) is not None:
             return EngineCoreOutput(id=request.id, token_ids=[], finish_reason=reason)
         self._sequences[request.id] = sequence
-        self._num_before_batches += not sequence.is_of_batch
+        self._num_online += not sequence.is_of_batch
         self._waiting.add(sequence)
         return None
 
@@ -105,7 +105,7 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
-        self._num_before_batches -= not sequence.is_of_batch
+        self._num_online -= not sequence.is_of_batch
         sequence.is_finished = True
         if self._speculator is not None:
             self._speculator.forget(sequence)
@@ -121,7 +121,7 @@ class Scheduler:
     @property
     def has_only_batches(self) -> bool:
         """Whether all live sequences belong to batches."""
-        return not self._num_before_batches
+        return not self._num_online
 
     @property
     def num_waiting(self) -> int:
@@ -160,7 +160,7 @@ class Scheduler:
             self._num_active = len(self._running) - len(paused)
             ready = (one for index, one in self._running.by_index.items() if index not in held and index not in paused)
             drafted = ((one, one.max_drafts(self._max_model_len)) for one in ready)
-            num_waiting = self.num_waiting if self._num_before_batches else len(self._waiting)
+            num_waiting = self.num_waiting if self._num_online else len(self._waiting)
             self._speculator.prepare(drafted, self._num_active, num_waiting)
 
     def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
@@ -179,7 +179,7 @@ class Scheduler:
         max_running = -(-self._num_active // num_batches)
         max_sequences = -(-(len(self._running) + len(self._waiting)) // num_batches)
         self._fill(step, max_running, max_sequences, now, paused.union(held))
-        if self._num_before_batches == 0:
+        if self._num_online == 0:
             self._batch_share.clear()
         elif self._has_both and not step.is_out_of_blocks:
             active = {req_index for req_index in self._running.by_index if req_index not in paused}
@@ -217,7 +217,7 @@ class Scheduler:
     @property
     def _has_both(self) -> bool:
         """Whether there are live sequences both of batches and others."""
-        return 0 < self._num_before_batches < len(self._sequences)
+        return 0 < self._num_online < len(self._sequences)
 
     def _find_paused(self) -> set[int]:
         """Find the request indices of running sequences of batches, which are paused while there are others."""
@@ -235,7 +235,7 @@ class Scheduler:
         """Schedule running sequences until the step has `max_running`, then admit waiting ones."""
         self._schedule_running(step, max_running, held)
         if not step.is_out_of_blocks and self._waiting:
-            self._admit_waiting(step, max_sequences, now, with_batches or not self._num_before_batches)
+            self._admit_waiting(step, max_sequences, now, with_batches or not self._num_online)
         if step.long_prefill is not None:
             self._schedule_long_prefill(step, step.long_prefill)
             step.long_prefill = None
@@ -397,4 +397,4 @@ class Scheduler:
         assert all(sequence.req_index is None and not any(sequence.block_tables) for sequence in self._waiting)
         live = {s.request.id for s in [*self._running, *self._waiting] if not s.is_finished}
         assert live == set(self._sequences), "a sequence is lost"
-        assert self._num_before_batches == sum(not one.is_of_batch for one in self._sequences.values()), "miscounted"
+        assert self._num_online == sum(not one.is_of_batch for one in self._sequences.values()), "miscounted"

@@ -36,6 +36,12 @@ def most_blocks(group: KVCacheSpec, num_tokens: int, max_chunk: int) -> int:
     return -(-num_tokens // group.block_size)
 
 
+def find_hit_step(groups: Items[KVCacheSpec]) -> int:
+    """The number of tokens of which cached prefixes are multiples, because they end with a block of every group. Block
+    sizes are powers of two."""
+    return max((group.block_size for group in groups), default=1)
+
+
 class Sequence:
     """Mutable state of a live request. Only the scheduler writes to it."""
 

@@ -103,7 +103,7 @@ class Speculator(ABC):
         most = min(most, len(drafter.proposed))
         cost = self._find_cost(num_running)
         fixed_cost = 0.0 if self._num_drafting else self._find_fixed_cost(num_running, self._num_drafting_before)
-        count, _ = count_worthwhile(drafter.find_chance, most, cost, fixed_cost, self.WASTE_WEIGHT)
+        count, _ = count_worthwhile(drafter.find_acceptance, most, cost, fixed_cost, self.WASTE_WEIGHT)
         return list(drafter.proposed[:count])
 
     def _may_draft(self, sequence: Sequence) -> bool:
@@ -123,20 +123,20 @@ class Speculator(ABC):
 
 
 def count_worthwhile(
-    find_chance: Callable[[int], float], most: int, cost: float, fixed_cost: float, waste_weight: float
+    find_acceptance: Callable[[int], float], most: int, cost: float, fixed_cost: float, waste_weight: float
 ) -> tuple[int, float]:
     """Return how many drafts, up to `most`, are accepted often enough to pay for themselves and, together, for
     `fixed_cost`; and how many ids' time they are expected to save.
 
-    find_chance: of a draft, if those before it are accepted. cost: of a draft. waste_weight: of wasted time relative to
-    saved time, when each draft is judged.
+    find_acceptance: the probability that a draft is accepted if those before it are. cost: of a draft. waste_weight: of
+    wasted time relative to saved time, when each draft is judged.
     """
     left = fixed_cost
     saved = -fixed_cost
     chance = 1.0
     count = 0
     while count < most:
-        chance *= find_chance(count)
+        chance *= find_acceptance(count)
         gain = chance * (1.0 - cost) - waste_weight * (1.0 - chance) * cost
         if gain < 0.0 or chance < LEAST_RATE:
             break
@@ -191,14 +191,14 @@ class TextSpeculator(Speculator):
         self._pause.observe(num_accepted / num_sequences, cost, num_drafts > 0)
         self._num_steps += 1
         if self._num_steps % self.REVIEW_STEPS == 0:
-            self.texts.least_length = self._find_least_length(num_sequences)
+            self.texts.min_match_length = self._find_min_match_length(num_sequences)
 
-    def _find_least_length(self, num_running: int) -> int:
+    def _find_min_match_length(self, num_running: int) -> int:
         cost = self._find_cost(num_running)
         fixed_cost = self._find_fixed_cost(num_running, self._num_drafting)
         for length in range(1, LONGEST):
-            find_chance = partial(self.texts.rates.find_later_rate, length)
-            if count_worthwhile(find_chance, self.num_tokens, cost, fixed_cost, self.WASTE_WEIGHT)[0]:
+            find_acceptance = partial(self.texts.rates.find_later_rate, length)
+            if count_worthwhile(find_acceptance, self.num_tokens, cost, fixed_cost, self.WASTE_WEIGHT)[0]:
                 return length
         return LONGEST
 
@@ -246,7 +246,7 @@ class ModelSpeculator(Speculator):
         if drafter is None:
             drafter = self._drafters[sequence.request.id] = ModelDrafter(rate=self._mean_rate)
         if drafter.proposed:
-            drafter.judge(sequence.token_ids)
+            drafter.check_last(sequence.token_ids)
             self._mean_rate = self.RATE_MEMORY * self._mean_rate + (1.0 - self.RATE_MEMORY) * drafter.rate
             drafter.proposed = ()
             drafter.num_ids = len(sequence.token_ids)
@@ -307,14 +307,16 @@ class ModelSpeculator(Speculator):
         super().observe_step(num_sequences, num_drafts, num_accepted, seconds)
         self._num_steps += 1
         if self.texts is not None and self._num_steps % self.REVIEW_STEPS == 0:
-            self.texts.least_length = self._find_least_length(self.texts, num_sequences)
+            self.texts.min_match_length = self._find_min_match_length(self.texts, num_sequences)
 
-    def _find_least_length(self, texts: TextDrafters, num_running: int) -> int:
+    def _find_min_match_length(self, texts: TextDrafters, num_running: int) -> int:
         """Return the length of matches whose drafts save as much as the model's."""
-        _, saved = self._judge(lambda place: self._mean_rate, self.num_tokens, num_running)
+        _, saved = self._count_worthwhile(lambda index: self._mean_rate, self.num_tokens, num_running)
         for length in range(1, LONGEST):
-            find_chance = partial(texts.rates.find_later_rate, length)
-            count, saved_by_text = self._judge(find_chance, self.num_tokens, num_running, is_of_text=True)
+            find_acceptance = partial(texts.rates.find_later_rate, length)
+            count, saved_by_text = self._count_worthwhile(
+                find_acceptance, self.num_tokens, num_running, is_of_text=True
+            )
             if count and saved_by_text >= saved:
                 return length
         return LONGEST
@@ -323,7 +325,7 @@ class ModelSpeculator(Speculator):
         self, drafter: ModelDrafter, sequence: Sequence, most: int, num_running: int
     ) -> tuple[int, float]:
         """Return how many drafts of the model are worthwhile, and how many ids' time they are expected to save."""
-        count, saved = self._judge(drafter.find_chance, most, num_running)
+        count, saved = self._count_worthwhile(drafter.find_acceptance, most, num_running)
         return count or min(most, int(self._is_trial_due(drafter, sequence))), saved
 
     def _is_trial_due(self, drafter: ModelDrafter, sequence: Sequence) -> bool:
@@ -335,17 +337,17 @@ class ModelSpeculator(Speculator):
         if drafter is None or not drafter.has_draft(sequence):
             return [], 0.0
         most = min(most, len(drafter.proposed))
-        count, saved = self._judge(drafter.find_chance, most, num_running, is_of_text=True)
+        count, saved = self._count_worthwhile(drafter.find_acceptance, most, num_running, is_of_text=True)
         return list(drafter.proposed[:count]), saved
 
-    def _judge(
-        self, find_chance: Callable[[int], float], most: int, num_running: int, is_of_text: bool = False
+    def _count_worthwhile(
+        self, find_acceptance: Callable[[int], float], most: int, num_running: int, is_of_text: bool = False
     ) -> tuple[int, float]:
         """See `count_worthwhile`. is_of_text: the drafts come from a text, and take no step of the model."""
         fixed_cost = self._find_fixed_cost(num_running, self._num_drafting_before)
         cost = super()._find_cost(num_running) if is_of_text else self._find_cost(num_running)
         waste_weight = TextSpeculator.WASTE_WEIGHT if is_of_text else self.WASTE_WEIGHT
-        return count_worthwhile(find_chance, most, cost, fixed_cost, waste_weight)
+        return count_worthwhile(find_acceptance, most, cost, fixed_cost, waste_weight)
 
     def forget(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence.request.id, None)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from serve_llm.engine.scheduler.sequence import Sequence
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence, find_hit_step
 
 
-class _Planned(NamedTuple):
+class _PlannedSnapshot(NamedTuple):
     position: int  # tokens of the prefix
     block_hash: bytes  # hash of the block that ends there
 
@@ -33,20 +33,16 @@ class StateSnapshots:
     drop(block_hash)                 when the block is evicted
     """
 
-    def __init__(self, num_snapshots: int, least_branch: int) -> None:
-        """least_branch: tokens that a snapshot must save, unless it is at the end of a prompt."""
+    def __init__(self, groups: Items[KVCacheSpec], num_snapshots: int, min_branch_tokens: int) -> None:
+        """groups: those of the prefix cache. min_branch_tokens: tokens that a snapshot must save, unless it is at the
+        end of a prompt."""
         self._num_snapshots = num_snapshots
-        self._least_branch = least_branch
-        self._block_size = 0
-        self._step = 0
+        self._min_branch_tokens = min_branch_tokens
+        self._block_size = groups[0].block_size  # the hashes of this group's blocks name prefixes
+        self._hit_step = find_hit_step(groups)
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._stored: OrderedDict[bytes, int] = OrderedDict()  # hash of the prefix -> number; oldest first
-        self._planned: dict[int, _Planned] = {}  # number -> what a running sequence is going to store there
-
-    def set_blocks(self, block_size: int, step: int) -> None:
-        """block_size: of the first KV group, whose hashes name prefixes. step: prefixes are multiples of it."""
-        self._block_size = block_size
-        self._step = step
+        self._planned: dict[int, _PlannedSnapshot] = {}  # number -> what a running sequence is going to store there
 
     def _hash(self, sequence: Sequence, position: int) -> bytes:
         number = position // self._block_size
@@ -58,7 +54,7 @@ class StateSnapshots:
             return 0
         hashes = sequence.block_hashes(self._block_size, hit // self._block_size)
         while hit and hashes[hit // self._block_size - 1] not in self._stored:
-            hit -= self._step
+            hit -= self._hit_step
         return hit
 
     def will_extend(self, sequence: Sequence, hit: int, most: int) -> bool:
@@ -77,15 +73,15 @@ class StateSnapshots:
             block_hash = self._hash(sequence, hit)
             sequence.restored_snapshot = self._stored[block_hash]
             self._stored.move_to_end(block_hash)
-        branch = min(known, last) // self._step * self._step
+        branch = min(known, last) // self._hit_step * self._hit_step
         if last > hit:
             self._plan(sequence, last)
-        if branch - hit >= self._least_branch and last - branch >= self._least_branch:
+        if branch - hit >= self._min_branch_tokens and last - branch >= self._min_branch_tokens:
             self._plan(sequence, branch)
             sequence.snapshots.sort()
 
     def _plan(self, sequence: Sequence, position: int) -> None:
-        planned = _Planned(position, self._hash(sequence, position))
+        planned = _PlannedSnapshot(position, self._hash(sequence, position))
         if planned.block_hash in self._stored or planned in self._planned.values():
             return
         if not self._free and self._stored:

@@ -46,8 +46,11 @@ class CallGraphRunner(GraphRunner):
             step = step.split()
         return self._run(BatchDescriptor(len(step.ids), len(step.context_lens)), step, None, received)
 
+    def _prepare_capture(self, descriptor: BatchDescriptor, result: Tensor) -> None:
+        """Nothing: the pool of the recorded calls, which all sizes share, has room for their results."""
+
     def _capture_step(self, descriptor: BatchDescriptor, compute: Callable[[], Tensor]) -> CapturedGraph:
-        return self._capture(compute)  # the result stays in the pool, which all sizes share
+        return self._capture(compute)
 
     def can_run(self, step: HostInputs, num_rows: int) -> bool:
         return False

@@ -26,11 +26,11 @@ class CpuThreads:
         return f"{self.count} {unit}{' per rank' if self.local_ranks > 1 else ''} ({self.source})"
 
 
-def choose_threads(asked: int | None, omp: int | None, cores: int, local_ranks: int) -> CpuThreads:
-    """asked: --cpu-threads. omp: the value of OMP_NUM_THREADS, None if not set. The default is the rank's share of the
-    cores, because more threads than cores would wait for each other."""
-    if asked is not None:
-        return CpuThreads(asked, "--cpu-threads", cores, local_ranks)
+def choose_threads(requested: int | None, omp: int | None, cores: int, local_ranks: int) -> CpuThreads:
+    """requested: --cpu-threads. omp: the value of OMP_NUM_THREADS, None if not set. The default is the rank's share of
+    the cores, because more threads than cores would wait for each other."""
+    if requested is not None:
+        return CpuThreads(requested, "--cpu-threads", cores, local_ranks)
     if omp is not None:
         return CpuThreads(omp, "OMP_NUM_THREADS", cores, local_ranks)
     source = f"{cores} {'core' if cores == 1 else 'cores'} for {local_ranks} {'rank' if local_ranks == 1 else 'ranks'}"
@@ -51,7 +51,7 @@ def log_threads(by_rank: Sequence[CpuThreads]) -> None:
             )
 
 
-def usable_cores(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+def count_usable_cores(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Cores by affinity or by the smallest CPU quota of this process's cgroups, rounded down; at least 1.
 
     mount: where cgroups are mounted. membership: the file that lists the cgroups of this process.

@@ -12,7 +12,7 @@ def list_decode_sizes(largest: int) -> list[int]:
     return sorted(size for size in sizes if size <= largest)
 
 
-def mixed_sequences(largest: int) -> list[int]:
+def list_mixed_sequences(largest: int) -> list[int]:
     """Numbers of sequences of steps with prompts, ascending up to `largest`. There are few of them, because each needs
     a graph for each of MIXED_TOKENS, while surplus programs cost little."""
     return sorted({min(16 * 4**power, largest) for power in range(8)})

@@ -28,7 +28,7 @@ from torch import Tensor
 from serve_llm.engine.model.inputs import ChunkInputs, KVGroupInputs, StepInputs
 from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.transfer import DeviceCopier
-from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, mixed_sequences
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, list_mixed_sequences
 from serve_llm.engine.worker.input_batch import HostInputs
 from serve_llm.kernels.attention import Lengths
 
@@ -77,7 +77,7 @@ class GraphRunner:
         self._copier = copier
         self._max_model_len = max_model_len
         self.decode_sizes = list_decode_sizes(max_num_seqs)
-        self.mixed_sequences = mixed_sequences(max_num_seqs)
+        self.mixed_sequences = list_mixed_sequences(max_num_seqs)
         self.max_tokens = max_num_seqs
         self._is_last = is_last
         self._has_adapters = has_adapters
@@ -161,10 +161,7 @@ class GraphRunner:
         buffers.fill(step, rows, received, self._copier)
         if is_new:
             result = self._compute(buffers.inputs, buffers.req_indices, buffers.rows, buffers.received)
-            if self._output is None:
-                most_rows = self.max_tokens if self._is_last else max(self.max_tokens, MIXED_TOKENS[-1])
-                self._output = result.new_empty((most_rows, result.shape[1]))
-            self._num_rows[descriptor] = len(result)
+            self._prepare_capture(descriptor, result)
             return result
         if descriptor not in self._graphs:
             self._graphs[descriptor] = self._capture_step(
@@ -174,6 +171,13 @@ class GraphRunner:
         captured = self._graphs[descriptor]
         captured.replay()
         return captured.output
+
+    def _prepare_capture(self, descriptor: BatchDescriptor, result: Tensor) -> None:
+        """Make room for the results of the step's graph. result: of the eager step."""
+        if self._output is None:
+            max_rows = self.max_tokens if self._is_last else max(self.max_tokens, MIXED_TOKENS[-1])
+            self._output = result.new_empty((max_rows, result.shape[1]))
+        self._num_rows[descriptor] = len(result)
 
     def _capture_step(self, descriptor: BatchDescriptor, compute: Callable[[], Tensor]) -> CapturedGraph:
         assert self._output is not None
@@ -297,10 +301,10 @@ class _Buffers:
         as_int32: np.ndarray = packed.view(np.int32)
         numbers, padded_rows, lengths = self._layout.split(packed, as_int32)
         query_starts, context_lens, *chunk_context_lens = lengths
-        of_tokens = [step.ids, step.req_indices, step.positions, *step.slots]
+        token_numbers = [step.ids, step.req_indices, step.positions, *step.slots]
         if step.adapter_slots is not None:
-            of_tokens.append(step.adapter_slots)
-        for row, values in zip(numbers, of_tokens, strict=True):
+            token_numbers.append(step.adapter_slots)
+        for row, values in zip(numbers, token_numbers, strict=True):
             row[:count] = values
         if count < self._layout.tokens:
             for slots in numbers[3:]:

@@ -91,8 +91,8 @@ class KVCacheConfig:
 class StateSizes:
     """The states of sequences, besides their KV, with the inputs of the drafts that a step may have."""
 
-    of_model: int  # bytes of a sequence's states in all layers
-    of_rank: int  # bytes of those in the rank's layers
+    model_bytes: int  # bytes of a sequence's states in all layers
+    rank_bytes: int  # bytes of those in the rank's layers
     max_num_seqs: int
     max_snapshots: int = 0
 
@@ -102,9 +102,9 @@ def find_state_sizes(spec: ModelSpec, shard: Shard, config: Config) -> StateSize
     if not spec.has_states:
         return None
     whole = Shard(ParallelLayout(), 0, range(len(spec.layers)))
-    of_model, of_rank = (one.count_state_bytes(spec, config.num_drafts) for one in (whole, shard))
+    model_bytes, rank_bytes = (one.count_state_bytes(spec, config.num_drafts) for one in (whole, shard))
     max_snapshots = max(MIN_SNAPSHOTS, config.max_num_seqs) if config.enable_prefix_caching else 0
-    return StateSizes(of_model, of_rank, config.max_num_seqs, max_snapshots)
+    return StateSizes(model_bytes, rank_bytes, config.max_num_seqs, max_snapshots)
 
 
 class HostMemory(msgspec.Struct, frozen=True):
@@ -169,10 +169,10 @@ def plan_cache(
         block_bytes = max(block_bytes, group_spec.block_size * bytes_per_token(group, cache_format))
     kv_cache_config = KVCacheConfig(best.groups, block_bytes, 0)
     if states is not None:
-        blocks_per_state = max(1, -(-states.of_model // best.block_bytes))
+        blocks_per_state = max(1, -(-states.model_bytes // best.block_bytes))
         kv_cache_config = replace(
             kv_cache_config,
-            state_bytes=states.of_rank,
+            state_bytes=states.rank_bytes,
             max_states=states.max_num_seqs,
             max_snapshots=states.max_snapshots,
             blocks_per_state=blocks_per_state,
@@ -198,7 +198,7 @@ def plan_empty_cache(spec: ModelSpec, shard: Shard, config: Config) -> KVCacheCo
     )
 
 
-def default_cpu_bytes(request_bytes: int, local_ranks: int, free: int, state_bytes: int = 0) -> int:
+def choose_cpu_cache_bytes(request_bytes: int, local_ranks: int, free: int, state_bytes: int = 0) -> int:
     """Bytes of one rank's KV cache on a CPU without --kv-cache-memory.
 
     request_bytes: KV of one request of full length. local_ranks: ranks that share this host's memory. free: bytes of
@@ -237,7 +237,7 @@ def check_capacity(kv_cache_config: KVCacheConfig, max_model_len: int, max_chunk
         logger.info("No KV cache: the model computes each prompt in one step")
         return
     needed = kv_cache_config.blocks_per_request(max_model_len, max_chunk)
-    tokens = cache_tokens(kv_cache_config, max_model_len, max_chunk)
+    tokens = count_cache_tokens(kv_cache_config, max_model_len, max_chunk)
     if kv_cache_config.num_blocks < needed:
         raise CapacityError(
             f"the KV cache has room for {tokens:,} tokens, but one request may need {max_model_len:,}: "
@@ -245,8 +245,8 @@ def check_capacity(kv_cache_config: KVCacheConfig, max_model_len: int, max_chunk
             f"{kv_cache_config.num_bytes:,} to at least {replace(kv_cache_config, num_blocks=needed).num_bytes:,} bytes"
         )
     for line in (
-        *states_lines(kv_cache_config),
-        *capacity_lines(tokens, find_concurrency(kv_cache_config, needed), max_model_len, device),
+        *describe_states(kv_cache_config),
+        *describe_capacity(tokens, find_concurrency(kv_cache_config, needed), max_model_len, device),
     ):
         logger.info(line)
 
@@ -269,7 +269,7 @@ def check_offload(kv_cache_configs: Sequence[KVCacheConfig], num_bytes: int | No
     )
 
 
-def states_lines(kv_cache_config: KVCacheConfig) -> list[str]:
+def describe_states(kv_cache_config: KVCacheConfig) -> list[str]:
     """Empty for a model without states."""
     if not kv_cache_config.max_states:
         return []
@@ -280,7 +280,7 @@ def states_lines(kv_cache_config: KVCacheConfig) -> list[str]:
     return lines
 
 
-def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:
+def describe_capacity(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:
     """Describe the capacity in vLLM's words."""
     return (
         f"{'CPU' if device == 'cpu' else 'GPU'} KV cache size: {tokens:,} tokens",
@@ -288,7 +288,7 @@ def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: 
     )
 
 
-def memory_line(weights: Sequence[int], caches: Sequence[int]) -> str:
+def describe_memory(weights: Sequence[int], caches: Sequence[int]) -> str:
     """Format the bytes of each rank's weights and KV cache, in rank order, for the start-up log."""
     return f"Weights: {' + '.join(map(format_bytes, weights))}, KV cache: {' + '.join(map(format_bytes, caches))}"
 
@@ -305,7 +305,7 @@ def find_concurrency(kv_cache_config: KVCacheConfig, blocks_per_request: int) ->
     return min(concurrency, kv_cache_config.num_states) if kv_cache_config.max_states else concurrency
 
 
-def cache_tokens(kv_cache_config: KVCacheConfig, max_model_len: int, max_chunk: int) -> int:
+def count_cache_tokens(kv_cache_config: KVCacheConfig, max_model_len: int, max_chunk: int) -> int:
     """Number of tokens that fit, in requests of full length (with sliding windows, a token may need less); 0 without
     KV."""
     if not kv_cache_config.groups:
@@ -314,7 +314,7 @@ def cache_tokens(kv_cache_config: KVCacheConfig, max_model_len: int, max_chunk: 
     return min(tokens, kv_cache_config.num_states * max_model_len) if kv_cache_config.max_states else tokens
 
 
-def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def find_free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process may still allocate: the host's available memory, or what its cgroup leaves if that is
     less.
 

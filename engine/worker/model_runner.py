@@ -357,11 +357,11 @@ class ModelRunner:
                 result.known_logprobs = tuple(found or ())
 
     def _find_logprobs(
-        self, hidden: Tensor, next_ids: np.ndarray, k: int | None, asked_ids: Sequence[int], result: RunnerOutput
+        self, hidden: Tensor, next_ids: np.ndarray, k: int | None, requested_ids: Sequence[int], result: RunnerOutput
     ) -> list[TokenLogprobs] | None:
         assert k is not None
         found = find_known_logprobs(
-            self._decoder.logits, self._vocabulary, hidden, next_ids.tolist(), k, asked_ids, self._shard.is_output
+            self._decoder.logits, self._vocabulary, hidden, next_ids.tolist(), k, requested_ids, self._shard.is_output
         )
         if found is None:
             result.error = NOT_FINITE

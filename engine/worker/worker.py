@@ -32,7 +32,7 @@ from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.weights.load import choose_kernels, load_model
 from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.call_graphs import CallCapture
-from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
+from serve_llm.engine.worker.cpu_threads import choose_threads, count_usable_cores
 from serve_llm.engine.worker.expert_balancer import ExpertBalancer
 from serve_llm.engine.worker.freed_memory import keep_freed_memory
 from serve_llm.engine.worker.graphs import Capture, run_eagerly
@@ -59,8 +59,8 @@ LoadDecoder = Callable[[Kernels], RunnableModel]
 
 
 class Worker:
-    """Loads its shard when constructed. `num_blocks` then is the number of KV blocks that fit here; `allocate` must be
-    called with the number that all ranks agreed on."""
+    """Its constructor loads the shard and sets `num_blocks` to the number of KV blocks that fit here. Call `allocate`
+    then, with the number that all ranks agreed on."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Worker:
     ) -> None:
         """load_decoder: loads a model that `load_model` does not support."""
         omp_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
-        self.threads = choose_threads(config.cpu_threads, omp_threads, usable_cores(), process_groups.local_ranks)
+        self.threads = choose_threads(config.cpu_threads, omp_threads, count_usable_cores(), process_groups.local_ranks)
         torch.set_num_threads(self.threads.count)
         self._config = config
         self._device = torch.device(config.device)
@@ -295,15 +295,15 @@ class Worker:
         local_ranks = self._process_groups.local_ranks
         offload_bytes = config.kv_offload_memory or 0
         if offload_bytes:
-            kv_cache.check_free(offload_bytes, local_ranks, kv_cache.free_memory(), "--kv-offload-memory")
+            kv_cache.check_free(offload_bytes, local_ranks, kv_cache.find_free_memory(), "--kv-offload-memory")
         if config.device == "cpu":
-            free = max(0, kv_cache.free_memory() - local_ranks * (self._adapter_bytes + offload_bytes))
+            free = max(0, kv_cache.find_free_memory() - local_ranks * (self._adapter_bytes + offload_bytes))
             if config.kv_cache_memory is not None:
                 kv_cache.check_free(config.kv_cache_memory, local_ranks, free)
                 return plan(config.kv_cache_memory)
             num_blocks = empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
             request_bytes = num_blocks * empty.block_bytes
-            return plan(kv_cache.default_cpu_bytes(request_bytes, local_ranks, free, empty.most_state_bytes))
+            return plan(kv_cache.choose_cpu_cache_bytes(request_bytes, local_ranks, free, empty.most_state_bytes))
         one_block = replace(empty, num_blocks=1)  # holds all tokens of the measured steps
         adapter_bytes = self._adapter_bytes
         if self._adapters is not None:

@@ -28,7 +28,7 @@ class Group(ctypes.Structure):
 
 
 class RankTimeout(Exception):
-    """A rank was silent for too long."""
+    """A rank did not arrive in time."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)

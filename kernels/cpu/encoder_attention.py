@@ -88,7 +88,7 @@ class CompiledEncoderAttention:
         problem.window = window or 0
         problem.scale = scale
         problem.bf16 = qkv.dtype == torch.bfloat16
-        self._library.attention(ctypes.byref(problem), self._library.number, torch.get_num_threads())
+        self._library.attention(ctypes.byref(problem), self._library.variant_index, torch.get_num_threads())
         return output
 
 

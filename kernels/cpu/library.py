@@ -92,20 +92,20 @@ class Library:
         check_sources(self.compiled, "recordedcall", ctypes.sizeof(RecordedCall))
         self._recorder: CallRecorder | None = None
         self._operations = RecordedOperations(self.compiled)
-        allowed = enumerate(allowed_variants(os.environ))
-        runnable = [number for number, _ in allowed if self.compiled.serve_llm_supported(number)]
-        compiled = [number for number in runnable if self.compiled.serve_llm_compiled(number)]
-        self.variants = tuple(VARIANTS[number] for number in compiled)
-        if not compiled:
+        allowed = enumerate(list_allowed_variants(os.environ))
+        runnable = [index for index, _ in allowed if self.compiled.serve_llm_supported(index)]
+        usable = [index for index in runnable if self.compiled.serve_llm_compiled(index)]
+        self.variants = tuple(VARIANTS[index] for index in usable)
+        if not usable:
             raise OSError(
                 f"{path.name} was compiled for other processors, or {LIMIT_VARIABLE} excludes this one; install again "
                 "with CPU_KERNELS=all"
             )
-        self.missing = tuple(VARIANTS[number] for number in runnable if number > compiled[-1])
+        self.missing = tuple(VARIANTS[index] for index in runnable if index > usable[-1])
         self.variant = self.variants[-1] if variant is None else variant
         if self.variant not in self.variants:
             raise ValueError(f"{path.name} has no variant {variant} for this processor, but {', '.join(self.variants)}")
-        self.number = VARIANTS.index(self.variant)
+        self.variant_index = VARIANTS.index(self.variant)
         self.attention = self.shared_function("attention", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
     @contextmanager
@@ -200,11 +200,11 @@ class Library:
             int8=cache.dtype == torch.int8,
             causal=causal,
         )
-        self.attention(ctypes.byref(problem), self.number, torch.get_num_threads())
+        self.attention(ctypes.byref(problem), self.variant_index, torch.get_num_threads())
         return output
 
 
-def allowed_variants(environ: Mapping[str, str]) -> tuple[str, ...]:
+def list_allowed_variants(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The variants up to the limit set by oneDNN's variable (case-insensitive); all variants without a limit."""
     limit = LIMITS.get(environ.get(LIMIT_VARIABLE, "").upper())
     return VARIANTS if limit is None else VARIANTS[: VARIANTS.index(limit) + 1]

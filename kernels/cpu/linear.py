@@ -70,10 +70,10 @@ class Packer:
     def __init__(self, library: Library) -> None:
         """Raises OSError if the library was compiled from other sources."""
         self.compiled = library.compiled
-        self.number = library.number
+        self.variant_index = library.variant_index
         check_sources(self.compiled, "product", ctypes.sizeof(Product))
-        self.columns: int = self.compiled.serve_llm_panel_columns(self.number)  # outputs of a panel
-        self.compresses = bool(self.compiled.serve_llm_compresses(self.number))  # weights in bfloat16
+        self.columns: int = self.compiled.serve_llm_panel_columns(self.variant_index)  # outputs of a panel
+        self.compresses = bool(self.compiled.serve_llm_compresses(self.variant_index))  # weights in bfloat16
         self.multiply = library.shared_function("linear", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         batch = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
         self.multiply_batch = library.shared_function("linear_batch", *batch)
@@ -86,10 +86,10 @@ class Packer:
         arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
         self._sum_int8 = library.function("sum_int8", *arguments)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
-        weights = [one for one in (weight, *beside) if one.numel()]
+    def pack(self, weight: Tensor, bias: Tensor | None = None, merged: Sequence[Tensor] = ()) -> Linear:
+        weights = [one for one in (weight, *merged) if one.numel()]
         if not weights:
-            return partial(_constant, sum(one.shape[0] for one in (weight, *beside)), bias)
+            return partial(_constant, sum(one.shape[0] for one in (weight, *merged)), bias)
         return CompiledLinear(self, weights, bias)
 
     def pack_int8(
@@ -103,7 +103,9 @@ class Packer:
         """rows: (outputs,) addresses. Returns (panels * units * columns,) int32."""
         units = -(-row_bytes // UNIT)
         packed = _empty_words(-(-len(rows) // self.columns) * self.columns * units)
-        self._pack(self.number, rows.data_ptr(), row_bytes, len(rows), packed.data_ptr(), torch.get_num_threads())
+        self._pack(
+            self.variant_index, rows.data_ptr(), row_bytes, len(rows), packed.data_ptr(), torch.get_num_threads()
+        )
         return packed
 
     def compress(self, rows: Tensor, inputs: int) -> CompressedWeight | None:
@@ -116,7 +118,7 @@ class Packer:
         threads = torch.get_num_threads()
         upper_bytes = torch.zeros(panels, CODES, dtype=torch.uint8)
         counts = torch.zeros(panels, dtype=torch.int32)
-        arguments = (self.number, rows.data_ptr(), 2 * inputs, len(rows), upper_bytes.data_ptr())
+        arguments = (self.variant_index, rows.data_ptr(), 2 * inputs, len(rows), upper_bytes.data_ptr())
         self._choose_codes(*arguments, counts.data_ptr(), threads)
         room = rare_room(len(rows), inputs)
         if int(counts.sum()) > room:  # added up in 64 bits
@@ -154,7 +156,7 @@ class CompiledLinear:
         dtype = weights[0].dtype
         self.multiply_batch: Callable[..., None] = packer.multiply_batch
         self._multiply = packer.multiply
-        self.variant = packer.number
+        self.variant_index = packer.variant_index
         self._outputs = outputs
         self._columns = packer.columns
         row_bytes = inputs * dtype.itemsize
@@ -187,7 +189,7 @@ class CompiledLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y = x.new_empty((x.shape[0], self._outputs))
         read = self.describe_rows(self.product, x, y)
-        self._multiply(self._reference, self.variant, torch.get_num_threads())
+        self._multiply(self._reference, self.variant_index, torch.get_num_threads())
         del read
         return y
 

@@ -62,14 +62,14 @@ class GroupQuantPacker:
     def __init__(self, library: Library) -> None:
         """Raises OSError if the library was compiled from other sources."""
         self.compiled = library.compiled
-        self.number = library.number
+        self.variant_index = library.variant_index
         check_sources(self.compiled, "groupedproduct", ctypes.sizeof(GroupedProduct))
         self.multiply = library.shared_function("grouped_linear", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         batch = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 3)
         self.multiply_batch = library.shared_function("grouped_linear_batch", *batch)
         numbers = (ctypes.c_void_p, ctypes.c_int, *(ctypes.c_void_p,) * 2, ctypes.c_int64)
         self.look_up = library.shared_function("look_up_grouped", *numbers, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-        self.columns: int = self.compiled.serve_llm_grouped_columns(self.number)
+        self.columns: int = self.compiled.serve_llm_grouped_columns(self.variant_index)
         self._pack_codes = self.compiled.serve_llm_pack_codes
         self._pack_codes.argtypes = (
             ctypes.c_int,
@@ -123,7 +123,7 @@ class CompiledGroupedLinear:
         self.multiply_batch: Callable[..., None] = packer.multiply_batch
         self._multiply = packer.multiply
         self._look_up = packer.look_up
-        self.variant = packer.number
+        self.variant_index = packer.variant_index
         self._outputs = outputs
         self._order = weight.order
         columns = packer.columns
@@ -188,7 +188,7 @@ class CompiledGroupedLinear:
             x = x[:, self._order]
         y = x.new_empty((x.shape[0], self._outputs))
         read = self.describe_rows(self.product, x, y)
-        self._multiply(self._reference, self.variant, torch.get_num_threads())
+        self._multiply(self._reference, self.variant_index, torch.get_num_threads())
         del read
         return y
 

@@ -98,7 +98,7 @@ def _combine(layers: Sequence[Linear]) -> MultiplyRows | None:
 
 class _CompiledLayer(Protocol[Arguments]):
     product: Arguments
-    variant: int
+    variant_index: int
     multiply_batch: Callable[..., None]
 
     def describe_rows(self, product: Arguments, x: Tensor, y: Tensor) -> object: ...
@@ -125,7 +125,7 @@ class _LinearBatch(Generic[Arguments]):
             ctypes.addressof(self._products),
             bounds.data_ptr(),
             len(self._layers),
-            first.variant,
+            first.variant_index,
             torch.get_num_threads(),
         )
         del read  # the kernel has read it

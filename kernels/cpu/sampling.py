@@ -41,7 +41,7 @@ class CpuSamplingKernels:
         """Raises OSError if the library was compiled from other sources."""
         check_sources(library.compiled, "matrix", ctypes.sizeof(Matrix))
         check_sources(library.compiled, "draw", len(Draw._fields) * ctypes.sizeof(ctypes.c_double))
-        self._number = library.number
+        self._variant_index = library.variant_index
         self._sample = library.compiled.serve_llm_choose
         self._argmax = library.compiled.serve_llm_likeliest
         self._top_k = library.compiled.serve_llm_largest
@@ -95,7 +95,7 @@ class CpuSamplingKernels:
         if logits.stride(1) != 1 and logits.shape[1] > 1:
             logits = logits.contiguous()
         matrix = Matrix.from_tensor(logits)
-        function(ctypes.byref(matrix), *arguments, self._number, torch.get_num_threads())
+        function(ctypes.byref(matrix), *arguments, self._variant_index, torch.get_num_threads())
 
 
 def _address(numbers: array) -> ctypes.c_void_p:  # type: ignore[type-arg]

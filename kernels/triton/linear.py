@@ -23,9 +23,9 @@ BLOCK_INPUTS = 64
 MIN_PROGRAMS = 128  # tiles of a weight, if it has enough outputs
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
+def pack(weight: Tensor, bias: Tensor | None = None, merged: Sequence[Tensor] = ()) -> Linear:
     """See `kernels.linear.pack`; for weights on a GPU. A row's result depends on that row alone."""
-    return BatchInvariantLinear(torch.cat((weight, *beside)) if beside else weight.contiguous(), bias)
+    return BatchInvariantLinear(torch.cat((weight, *merged)) if merged else weight.contiguous(), bias)
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class Generation:
             return
         self._has_pushed = True
         try:
-            goes_on = self._push()
+            continues = self._push()
         except RequestError as error:
             self._fail_push(error)
             return
@@ -202,7 +202,7 @@ class Generation:
                 logger.exception("the output of a request could not be sent")
             self._fail_push(GenerationFailed("internal error; the server's log says more"))
             return
-        if not goes_on:
+        if not continues:
             self._push = None
             self._wake()
 

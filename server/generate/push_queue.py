@@ -6,7 +6,7 @@ import asyncio
 from typing import Protocol
 
 
-class Pushed(Protocol):
+class PushedGeneration(Protocol):
     """`server.generate.generation.Generation`."""
 
     def push_changes(self) -> None:
@@ -17,9 +17,9 @@ class PushQueue:
     """Shared by all generations, because one event-loop callback per generation costs more than the push itself."""
 
     def __init__(self) -> None:
-        self._waiting: list[Pushed] = []
+        self._waiting: list[PushedGeneration] = []
 
-    def add(self, generation: Pushed) -> None:
+    def add(self, generation: PushedGeneration) -> None:
         """Call its `push_changes` soon. Called in the event loop."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._run)

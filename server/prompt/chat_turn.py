@@ -150,7 +150,7 @@ def _choose_template(turn: ChatTurn, context: JobContext) -> ChatTemplate:
             raise NeedsWorker
         return ChatTemplate.from_request(turn.chat_template, context.model.tokenizer.named_tokens)
     if context.model.template is None:
-        raise InvalidRequest("this model has no chat template; start the server with --chat-template", turn.param)
+        raise InvalidRequest("this model has no chat template; set --chat-template", turn.param)
     return context.model.template
 
 
@@ -175,13 +175,12 @@ def _build_reply_format(turn: ChatTurn, text: str, context: JobContext) -> Reply
     dialect = context.model.dialect
     if turn.offers_calls and (dialect is None or dialect.calls is None):
         raise Unsupported(
-            "tools are not supported: how this model writes tool calls is not known; start the server with --dialect",
+            "tools are not supported: how this model writes tool calls is not known; set --dialect",
             "tools",
         )
     if turn.offers_calls and not _choose_template(turn, context).shows_tools:
         raise Unsupported(
-            "tools are not supported: this model's chat template does not show them; start the server with "
-            "--chat-template",
+            "tools are not supported: this model's chat template does not show them; set --chat-template",
             "tools",
         )
     if dialect is None or not (dialect.reasoning or dialect.content or (turn.tools and dialect.calls)):

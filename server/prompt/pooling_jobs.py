@@ -32,7 +32,7 @@ PooledBody = TypeVar("PooledBody", bound=PoolingBody)
 
 UNLIMITED = 2**31 - 1  # tokens
 SERVED = {
-    "none": "this model generates text; start the server with --convert embed to get embeddings from it as well",
+    "none": "this model generates text; with --convert embed it makes embeddings as well",
     "embed": "this model makes embeddings and has no classes",
     "classify": "this model is a classifier and makes no embeddings",
     "token_classify": "this model classifies tokens: /pooling returns the classes of each token",
@@ -248,6 +248,10 @@ class _Texts:
 
 
 def _check_task(context: JobContext, task: str) -> None:
+    if task == "classify" and context.facts.pooling_task == "none":
+        raise Unsupported(
+            "this model generates text and has no classes; --classifier-from-token makes classes of tokens"
+        )
     if context.facts.pooling_task != task:
         raise Unsupported(SERVED[context.facts.pooling_task])
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import torch
@@ -14,6 +18,8 @@ from support.daemon import Daemon
 from support.pooled import make_pooled_checkpoint, reference_hidden, reference_logits
 from support.tiny import make_tokenizer
 
+PAGE = (Path(__file__).parents[2] / "docs" / "embeddings.md").read_text()
+CURLS = re.findall(r"^ {4}(curl .*)\n\n {4}(\{.*(?:\n {4}.*)*)", PAGE, re.MULTILINE)
 TEXTS = ["the quick brown fox", "the river", "a house on the hill, where words are written"]
 
 
@@ -36,6 +42,19 @@ def test_the_clients_of_openai(tmp_path: Path) -> None:
         assert reply.usage.prompt_tokens == reply.usage.total_tokens > len(ids)
         with pytest.raises(openai.BadRequestError, match="generates no text"):
             client.completions.create(model="embedder", prompt="x")
+
+
+def test_examples_of_the_page() -> None:
+    """Their answers have the fields that the page shows. Those about classes need a classifier."""
+    commands = [(shlex.split(curl), shown) for curl, shown in CURLS if "classif" not in curl]
+    assert len(commands) == 6
+    with Daemon("demo", "--convert", "embed", "--kv-cache-memory", "64MiB") as daemon:
+        url = daemon.wait_until_serving()
+        for command, shown in commands:
+            body = json.loads(command[command.index("-d") + 1])
+            reply = httpx.post(command[1].replace("http://127.0.0.1:8000", url), json=body)
+            assert reply.status_code == 200, reply.text
+            assert set(re.findall(r'"(\w+)":', shown)) <= set(re.findall(r'"(\w+)":', reply.text))
 
 
 def test_offline(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Callable[[Tensor], Tensor]:
+def pack(weight: Tensor, bias: Tensor | None = None, merged: Sequence[Tensor] = ()) -> Callable[[Tensor], Tensor]:
     """Same contract as `kernels.linear.pack`."""
 
-    weight = torch.cat((weight, *beside))
+    weight = torch.cat((weight, *merged))
 
     def linear(x: Tensor) -> Tensor:
         y = x.double() @ weight.double().T

@@ -189,6 +189,13 @@ def test_public_face_loads_without_torch() -> None:
     assert "pydantic" not in loaded_by("import serve_llm")
 
 
+def test_public_face_answers_for_the_names_of_vllm() -> None:
+    with pytest.raises(ImportError, match="serve_llm has no StructuredOutputsParams: use StructuredOutputs"):
+        from serve_llm import StructuredOutputsParams  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'Nonsense'"):
+        from serve_llm import Nonsense  # type: ignore[attr-defined]  # noqa: F401
+
+
 def loaded_by(statements: str) -> set[str]:
     """Return the names of the top-level modules that a fresh interpreter has loaded after the statements."""
     code = f"{statements}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"

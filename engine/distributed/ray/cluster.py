@@ -23,7 +23,7 @@ from serve_llm.engine.distributed.ray import placement
 from serve_llm.engine.distributed.ray.discovery import LOCAL
 from serve_llm.engine.distributed.ray.placement import Bundle, RayNode
 from serve_llm.engine.parallel.layout import ParallelLayout
-from serve_llm.engine.worker.cpu_threads import usable_cores
+from serve_llm.engine.worker.cpu_threads import count_usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def connect(address: str, num_ranks: int) -> bool:
     options: dict[str, object] = {}
     if address == LOCAL:
         logger.info("This host is not part of a Ray cluster: starting one here")
-        num_cpus = max(usable_cores(), num_ranks)  # ranks may outnumber cores
+        num_cpus = max(count_usable_cores(), num_ranks)  # ranks may outnumber cores
         options = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
         # Ray puts the current directory first in its workers' sys.path. This directory is in it anyway.

@@ -54,6 +54,9 @@ def test_names_of_vllms_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         (["--url", "demo"], "--url: expected http://HOST:PORT"),
         (["http://h", "--keepalive", "5m"], "--keepalive is an option of Ollama: not needed"),
         (["http://h", "--zzz"], "unknown option --zzz; if it is one of a server"),
+        (["--port", "9000"], "unknown option --port; give the server's URL first, as http://HOST:PORT"),
+        (["http://h", "--sytem", "x"], r"unknown option --sytem; did you mean --system\?"),
+        (["demo", "--max-modle-len", "1k"], r"unknown option --max-modle-len; did you mean --max-model-len\?"),
     ):
         with pytest.raises(OptionError, match=words):
             command.main(arguments, {})

@@ -93,3 +93,5 @@ def test_what_cannot_be_shown() -> None:
         top.main(["--interval", "0"], {})
     with pytest.raises(OptionError, match="unknown option --twice"):
         top.main(["--twice"], {})
+    with pytest.raises(OptionError, match="--port; give the server's URL instead: serve-llm top http://HOST:PORT"):
+        top.main(["--port", "9000"], {})

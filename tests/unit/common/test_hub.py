@@ -273,6 +273,26 @@ def test_offline(on_the_hub: Callable[[Download], None], monkeypatch: pytest.Mon
         resolve_model("org/model")
 
 
+def test_the_cache_only(on_the_hub: Callable[[Download], None]) -> None:
+    def download(*_: object, local_files_only: bool, **__: object) -> str:
+        assert local_files_only
+        raise errors.LocalEntryNotFoundError("none")
+
+    on_the_hub(download)
+    for name in ("org/model", "org/model:Q4_K_M"):
+        with pytest.raises(ModelError, match=r"^org/model: no local directory, and not \(completely\) in the cache$"):
+            resolve_model(name, cached_only=True)
+
+
+def test_a_cache_that_may_not_be_written(on_the_hub: Callable[[Download], None]) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", "/cache/token")
+
+    on_the_hub(download)
+    with pytest.raises(ModelError, match=r"no permission for /cache/token; set HF_HOME or --download-dir to"):
+        resolve_model("org/model")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [(b'{"a": ', "not valid JSON"), (b"\xff", "not valid JSON"), (b"[1]", "must hold a JSON object")],

@@ -161,6 +161,7 @@ def test_a_pattern_does_not_hide_a_typing_error() -> None:
     for argv, words in (
         ("demo --speculative-conig x", "unknown option --speculative-conig; did you mean --speculative-config?"),
         ("demo --cp-threads 1", "unknown option --cp-threads; did you mean --cpu-threads?"),
+        ("demo --dry-run", "unknown option --dry-run"),
         ("demo --hicache-ratio 2", "--hicache-ratio is an option of another engine: --kv-offload-memory is"),
         ("demo --compilation-config.mode 3", "--compilation-config.mode is an option of vLLM: omit it; nothing is"),
         ("demo --speculative-config.method ngram", "give --speculative-config as one JSON object"),
@@ -168,6 +169,17 @@ def test_a_pattern_does_not_hide_a_typing_error() -> None:
         with pytest.raises(OptionError) as raised:
             parse_args(argv.split(), {})
         assert words in str(raised.value)
+
+
+def test_a_mistyped_flag_of_another_engine_is_not_taken_for_the_opposite_of_ours() -> None:
+    for argument, meant in (
+        ("--disable-log-request", "--disable-log-requests"),
+        ("--enable-prefix-cachin", "--enable-prefix-caching"),
+    ):
+        with pytest.raises(OptionError, match=rf"unknown option {argument}; did you mean {meant}\?"):
+            parse_args(["demo", argument], {})
+    with pytest.raises(OptionError, match=r"did you mean disable_log_requests\?"):
+        make_options("demo", disable_log_request=True)
 
 
 def test_commands_of_other_engines_name_ours() -> None:

@@ -30,7 +30,7 @@ from support.quantised import quantise_checkpoint
 @pytest.mark.parametrize(("num_engines", "threads"), [(1, 8), (2, 4), (3, 2), (100, 1)])
 def test_engines_of_one_host_share_its_threads(monkeypatch: pytest.MonkeyPatch, num_engines: int, threads: int) -> None:
     found: list[int] = []
-    monkeypatch.setattr(worker, "usable_cores", lambda: 8)  # a quota, on a machine with more cores
+    monkeypatch.setattr(worker, "count_usable_cores", lambda: 8)  # a quota, on a machine with more cores
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     directory = Path(resolve_model("demo"))

@@ -168,8 +168,8 @@ def test_a_kernel_that_is_not_invariant_is_caught_where_a_model_is_built(
 ) -> None:
     real = Packer.pack
 
-    def fake(self: Packer, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
-        layer = real(self, weight, bias, beside)
+    def fake(self: Packer, weight: Tensor, bias: Tensor | None = None, merged: Sequence[Tensor] = ()) -> linear.Linear:
+        layer = real(self, weight, bias, merged)
         return lambda x: layer(x) if len(x) > 1 else layer(x) * (1 + 2**-7)
 
     monkeypatch.setattr(Packer, "pack", fake)
@@ -199,7 +199,7 @@ def test_the_log_names_the_instruction_set(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_variable_of_onednn_limits_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = library.allowed_variants
+    allowed = library.list_allowed_variants
     assert allowed({}) == allowed({"ONEDNN_MAX_CPU_ISA": "DEFAULT"}) == library.VARIANTS
     assert allowed({"ONEDNN_MAX_CPU_ISA": "avx512_core"}) == ("baseline", "avx2", "avx512")
     assert allowed({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"})[-1] == "avx512_bf16"

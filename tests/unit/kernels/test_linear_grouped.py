@@ -51,7 +51,7 @@ def rounds_rows(packer: GroupQuantPacker, weight: GroupQuantWeight) -> bool:
     """Return whether rows of bfloat16 are rounded to int8."""
     if weight.is_float8 or weight.table is not None:
         return False
-    variant = library.VARIANTS[packer.number]
+    variant = library.VARIANTS[packer.variant_index]
     return variant in (("avx512_bf16", "amx") if weight.bits == 8 else ("avx2", "avx512", "avx512_bf16"))
 
 

@@ -141,6 +141,16 @@ def test_unknown_fields(name: str, suggestion: str) -> None:
         SamplingParams(n=1, **{name: 1})  # type: ignore[arg-type]
 
 
+def test_fields_are_keywords() -> None:
+    with pytest.raises(TypeError, match=r"SamplingParams takes keywords only, such as temperature=0\.5"):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
+def test_an_unknown_field_of_structured_outputs_has_a_suggestion() -> None:
+    with pytest.raises(InvalidRequest, match=r"unknown field structured_outputs\.choise; did you mean choice\?"):
+        SamplingParams(structured_outputs={"choise": ["a"]})  # type: ignore[arg-type]
+
+
 def test_a_value_of_the_wrong_type_is_no_unknown_field() -> None:
     with pytest.raises(InvalidRequest, match="temperature must be a number, not 'hot'"):
         SamplingParams(temperature="hot")  # type: ignore[arg-type]

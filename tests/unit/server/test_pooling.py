@@ -188,12 +188,13 @@ def test_models_say_what_they_do_not_do(serve: Serve) -> None:
     for path, body in (
         ("/v1/embeddings", {"input": "x"}),
         ("/pooling", {"input": "x"}),
-        ("/classify", {"input": "x"}),
         ("/v1/score", {"queries": "x", "documents": "y"}),
         ("/v1/rerank", {"query": "x", "documents": ["y"]}),
     ):
         error = generator.post(path, body).json()["error"]
         assert error["code"] == "unsupported" and "--convert embed" in error["message"]
+    error = generator.post("/classify", {"input": "x"}).json()["error"]
+    assert error["code"] == "unsupported" and "has no classes; --classifier-from-token" in error["message"]
 
 
 class TestScores:

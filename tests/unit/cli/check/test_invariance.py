@@ -35,8 +35,8 @@ def test_all_shapes_are_tried(checkpoint: Path) -> None:
 def test_a_kernel_that_depends_on_the_batch_is_reported(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Packer.pack
 
-    def fake(self: Packer, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
-        layer = real(self, weight, bias, beside)
+    def fake(self: Packer, weight: Tensor, bias: Tensor | None = None, merged: Sequence[Tensor] = ()) -> linear.Linear:
+        layer = real(self, weight, bias, merged)
         return lambda x: layer(x) if len(x) > 1 or len(weight) != 400 else layer(x) * 2
 
     monkeypatch.setattr(Packer, "pack", fake)

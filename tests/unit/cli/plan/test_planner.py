@@ -117,7 +117,7 @@ def test_unequal_shares_are_counted_as_they_are_stated() -> None:
 def test_the_cpu_cache_is_that_of_the_daemon() -> None:
     found = plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu", max_model_len=2048).chosen
     one_request = 24 * 2 * 2 * 64 * 2 * 2048
-    expected = kv_cache.default_cpu_bytes(one_request, 1, 64 * GIB)
+    expected = kv_cache.choose_cpu_cache_bytes(one_request, 1, 64 * GIB)
     assert found.ranks[0].kv_cache == expected // found.cache.block_bytes * found.cache.block_bytes
     shared = plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu", tensor_parallel_size=2).chosen
     assert [rank.room for rank in shared.ranks] == [32 * GIB] * 2

@@ -286,7 +286,7 @@ def test_engines_start_in_the_memory_in_which_they_fit(
     planned = build_plan(options, HardwareOptions(memory=memory), raw, directory, True)
     plan, config = planned.chosen, planned.config
     held = len(plan.ranks) * max(rank.weights for rank in plan.ranks)
-    monkeypatch.setattr(kv_cache, "free_memory", lambda: max(0, memory - held))
+    monkeypatch.setattr(kv_cache, "find_free_memory", lambda: max(0, memory - held))
 
     def start() -> None:
         sizes = {"tensor": layout[0], "pipeline": layout[1]}

@@ -15,7 +15,7 @@ def test_many_ranks_on_few_cores(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int, warns: bool
 ) -> None:
     started = []
-    monkeypatch.setattr(launcher, "usable_cores", lambda: 2)
+    monkeypatch.setattr(launcher, "count_usable_cores", lambda: 2)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
     caplog.set_level(logging.WARNING)
     launcher.WorkerLauncher(range(count), "ipc:///nowhere")

@@ -164,10 +164,12 @@ def test_whole_experts_are_each_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8, 16, 33])
-@pytest.mark.parametrize("takes_turns", [False, True])
-def test_ranks_have_the_key_heads_that_their_heads_use(takes_turns: bool, tensor: int) -> None:
-    mixer = GatedDeltaNetSpec(32, 16, 128, 128, 4, 1e-6, takes_turns=takes_turns)
-    assert [mixer.find_key_head(head) for head in (0, 1, 16, 31)] == ([0, 1, 0, 15] if takes_turns else [0, 0, 8, 15])
+@pytest.mark.parametrize("interleaved_key_heads", [False, True])
+def test_ranks_have_the_key_heads_that_their_heads_use(interleaved_key_heads: bool, tensor: int) -> None:
+    mixer = GatedDeltaNetSpec(32, 16, 128, 128, 4, 1e-6, interleaved_key_heads=interleaved_key_heads)
+    assert [mixer.find_key_head(head) for head in (0, 1, 16, 31)] == (
+        [0, 1, 0, 15] if interleaved_key_heads else [0, 0, 8, 15]
+    )
     base = model(32, 2, 64, 64, 64, 64, 1)
     spec = replace(base, layers=(replace(base.layers[0], attention=mixer),))
     shares = [build_shard(spec, ParallelLayout(tensor), rank).attention(mixer) for rank in range(tensor)]

@@ -136,7 +136,7 @@ def test_rates_by_length_are_learned_from_all_sequences() -> None:
 
 def test_a_sequence_whose_guesses_do_worse_has_fewer_drafts() -> None:
     scheduler, speculator = make_scheduler(4, 1, match_length=16)
-    speculator.texts.rates.observe = lambda length, came_true: None  # the drafts of others are accepted
+    speculator.texts.rates.observe = lambda length, was_right: None  # the drafts of others are accepted
     add(scheduler, 1)
     numbers = count_drafts(scheduler, FakeWorkers(FULL), 16)
     given = [number for number in numbers if number]
@@ -148,7 +148,7 @@ def test_after_drafts_that_fail_a_sequence_waits_ever_longer() -> None:
     speculator = TextSpeculator(2, lambda request: Guesser(1, 16), time.monotonic)
     scheduler = build_scheduler(speculator, max_model_len=400)
     speculator.costs = FreeDrafts()
-    speculator.texts.rates.observe = lambda length, came_true: None
+    speculator.texts.rates.observe = lambda length, was_right: None
     scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=300, seed=0)), 0.0)
     workers = FakeWorkers(FULL)
     steps = [number for number, drafts in enumerate(count_drafts(scheduler, workers, 280)) if drafts]
@@ -160,7 +160,7 @@ def test_drafts_that_come_true_halve_the_wait_however_many_failed_before() -> No
     speculator = TextSpeculator(2, lambda request: Guesser(1, 16), time.monotonic)
     scheduler = build_scheduler(speculator, num_blocks=2000, max_model_len=3000)
     speculator.costs = FreeDrafts()
-    speculator.texts.rates.observe = lambda length, came_true: None
+    speculator.texts.rates.observe = lambda length, was_right: None
     scheduler.add(EngineCoreRequest(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2900, seed=0)), 0.0)
     workers = FakeWorkers(FULL, long_rope_threshold=4000)
     count_drafts(scheduler, workers, 1000)
@@ -292,7 +292,7 @@ def test_short_matches_are_not_looked_for_while_they_are_worth_nothing() -> None
 
     drafter.proposer = Watched(1, match_length=3)
     drafter.is_verifying = False
-    speculator.texts.least_length = 7
+    speculator.texts.min_match_length = 7
     speculator.texts.rates.find_rate = lambda length: 0.0  # nothing is verified
     count_drafts(scheduler, workers, 13)
     assert len(lengths) > 2 and {after - before for before, after in pairwise(lengths)} == {4}

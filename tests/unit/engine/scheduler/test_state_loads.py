@@ -111,7 +111,7 @@ requests = st.fixed_dictionaries(
     st.sampled_from([0, 0, 1, 4]),  # drafts per sequence
     st.booleans(),  # adapters
 )
-def test_random_loads(specs, load: Load, num_snapshots, least_branch, num_drafts, has_adapters) -> None:
+def test_random_loads(specs, load: Load, num_snapshots, min_branch_tokens, num_drafts, has_adapters) -> None:
     texts = list(BASES)
     arrivals = []
     for number, spec in enumerate(specs):
@@ -140,7 +140,7 @@ def test_random_loads(specs, load: Load, num_snapshots, least_branch, num_drafts
         speculator.costs = FreeDrafts()
     scheduler = load.build_scheduler(
         speculator=speculator,
-        snapshots=StateSnapshots(num_snapshots, least_branch),
+        snapshots=StateSnapshots(load.groups, num_snapshots, min_branch_tokens),
         max_loras=1,
     )
     load.run(scheduler, arrivals, WorkersWithStates(load.groups, load.long_rope_threshold, num_snapshots))

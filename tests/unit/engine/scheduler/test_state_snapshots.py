@@ -13,15 +13,16 @@ from serve_llm.engine.scheduler.state_snapshots import StateSnapshots
 BLOCK = 8
 
 
-def make_scheduler(num_snapshots: int, num_blocks: int = 100, least_branch: int = BLOCK) -> Scheduler:
+def make_scheduler(num_snapshots: int, num_blocks: int = 100, min_branch_tokens: int = BLOCK) -> Scheduler:
+    groups = [KVCacheSpec(BLOCK, None)]
     return Scheduler(
-        [KVCacheSpec(BLOCK, None)],
+        groups,
         num_blocks,
         max_num_seqs=8,
         max_model_len=200,
         max_chunk=50,
         prefix_caching=True,
-        snapshots=StateSnapshots(num_snapshots, least_branch),
+        snapshots=StateSnapshots(groups, num_snapshots, min_branch_tokens),
     )
 
 
@@ -87,7 +88,7 @@ def test_the_second_prompt_stores_one_where_it_departs() -> None:
 
 
 def test_one_that_saves_little_is_not_stored() -> None:
-    scheduler = make_scheduler(4, least_branch=17)
+    scheduler = make_scheduler(4, min_branch_tokens=17)
     run(scheduler, ids(1, 20) + ids(2, 20))
     (chunk,) = run(scheduler, ids(1, 20) + ids(3, 20))
     assert [position for position, _ in chunk.stored_snapshots] == [32]
@@ -179,7 +180,7 @@ def test_numbers_of_a_requested_step_are_counted_from_its_first_token() -> None:
 def test_the_prefix_of_a_snapshot_also_needs_the_blocks_of_windows() -> None:
     groups = (KVCacheSpec(BLOCK, None), KVCacheSpec(BLOCK, 6))
     pool = BlockPool(10)
-    snapshots = StateSnapshots(1, BLOCK)
+    snapshots = StateSnapshots(groups, 1, BLOCK)
     cache = PrefixCache(groups, pool, True, snapshots=snapshots)
     request = EngineCoreRequest(id=0, prompt_ids=ids(1, 30), sampling=Sampling(max_tokens=1, seed=0))
     sequence = Sequence(request, groups, 0, 0.0)

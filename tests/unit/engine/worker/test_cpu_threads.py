@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.worker.cpu_threads import CpuThreads, choose_threads, log_threads, usable_cores
+from serve_llm.engine.worker.cpu_threads import CpuThreads, choose_threads, count_usable_cores, log_threads
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -40,7 +40,7 @@ def test_cores_by_affinity_and_quota(tmp_path: Path, files: dict[str, str], core
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert usable_cores(tmp_path, tmp_path / "own") == cores
+    assert count_usable_cores(tmp_path, tmp_path / "own") == cores
 
 
 def test_who_says_how_many_threads() -> None:

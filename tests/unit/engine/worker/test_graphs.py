@@ -16,7 +16,7 @@ from torch import Tensor
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.scheduler.sequence import KVCacheSpec
 from serve_llm.engine.transfer import DeviceCopier
-from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, mixed_sequences
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, list_decode_sizes, list_mixed_sequences
 from serve_llm.engine.worker.graphs import CapturedGraph, GraphRunner, InputBufferLayout
 from serve_llm.engine.worker.input_batch import HostInputs
 
@@ -218,7 +218,9 @@ def test_which_steps_with_prompts_have_a_graph() -> None:
     assert graphs.can_run(crossing, 1)
     beyond = dataclasses.replace(crossing, context_lens=crossing.context_lens + 8)
     assert not graphs.can_run(beyond, 1), "two chunks are two sequences"
-    assert mixed_sequences(256) == [16, 64, 256] and mixed_sequences(20) == [16, 20] and mixed_sequences(1) == [1]
+    assert list_mixed_sequences(256) == [16, 64, 256]
+    assert list_mixed_sequences(20) == [16, 20]
+    assert list_mixed_sequences(1) == [1]
     assert graphs.num_sizes == len(list_decode_sizes(20)) + 2 * len(MIXED_TOKENS)
 
 

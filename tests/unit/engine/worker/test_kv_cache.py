@@ -124,11 +124,11 @@ def test_too_small_a_cache_says_what_to_change() -> None:
 
 def test_default_cpu_cache_is_bounded_by_free_memory() -> None:
     free = 10 << 30
-    assert kv_cache.default_cpu_bytes(1000, 1, free) == kv_cache.CPU_SMALLEST
-    assert kv_cache.default_cpu_bytes(100 << 20, 1, free) == 16 * (100 << 20)
-    assert kv_cache.default_cpu_bytes(1 << 30, 1, free) == int(0.4 * free)
-    assert kv_cache.default_cpu_bytes(1 << 30, 4, free) == int(0.4 * free) // 4
-    assert kv_cache.default_cpu_bytes(1000, 4, free) == kv_cache.CPU_SMALLEST // 4
+    assert kv_cache.choose_cpu_cache_bytes(1000, 1, free) == kv_cache.CPU_SMALLEST
+    assert kv_cache.choose_cpu_cache_bytes(100 << 20, 1, free) == 16 * (100 << 20)
+    assert kv_cache.choose_cpu_cache_bytes(1 << 30, 1, free) == int(0.4 * free)
+    assert kv_cache.choose_cpu_cache_bytes(1 << 30, 4, free) == int(0.4 * free) // 4
+    assert kv_cache.choose_cpu_cache_bytes(1000, 4, free) == kv_cache.CPU_SMALLEST // 4
 
 
 def test_sizes_for_people() -> None:
@@ -137,7 +137,7 @@ def test_sizes_for_people() -> None:
 
 
 def test_free_memory_is_read_from_this_machine() -> None:
-    assert 1 << 20 < kv_cache.free_memory() < 1 << 50
+    assert 1 << 20 < kv_cache.find_free_memory() < 1 << 50
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_files_that_a_container_has_read_do_not_count_as_taken(
     (there / limit).write_text("10000000\n")
     (there / used).write_text("9900000\n")
     (there / "memory.stat").write_text(f"{prefix}active_file 3000000\n{prefix}inactive_file 4000000\nother 5\n")
-    assert kv_cache.free_memory(tmp_path) == 10_000_000 - 2_900_000
+    assert kv_cache.find_free_memory(tmp_path) == 10_000_000 - 2_900_000
     (there / limit).write_text("max\n")
-    assert kv_cache.free_memory(tmp_path) > 1 << 30
+    assert kv_cache.find_free_memory(tmp_path) > 1 << 30
 
 
 def test_chunks_are_whole_blocks() -> None:

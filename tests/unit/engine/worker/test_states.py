@@ -62,7 +62,7 @@ def test_a_sequence_has_room_for_its_drafts() -> None:
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     sizes = find_state_sizes(SPEC, shard, replace(CONFIG, speculation=speculation))
     assert sizes is not None
-    assert sizes.of_rank == sizes.of_model == shard.count_state_bytes(SPEC, 4) > shard.count_state_bytes(SPEC)
+    assert sizes.rank_bytes == sizes.model_bytes == shard.count_state_bytes(SPEC, 4) > shard.count_state_bytes(SPEC)
 
 
 def chunk(start: int, count: int, num_drafts: int = 0) -> ScheduledTokens:
