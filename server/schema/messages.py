@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import Tool, ToolChoice
-from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.http.errors import InvalidRequest, ThreadUnsupported, Unsupported
 from serve_llm.server.prompt.blocks import continues_reply, translate_messages
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.sampling_params import SamplingParams
@@ -93,10 +93,13 @@ class CountTokensRequest(TranslatedBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(default=None, description="Earlier name of output_config.format.")
+    thread: object | None = Field(default=None, description="Refused: the server keeps no conversations.")
 
     def to_turn(self, params: SamplingParams, limits: Limits) -> tuple[ChatTurn, list[str]]:
         """Build the turn. Also returns the places of tools and blocks that are skipped. Raises InvalidRequest,
         Unsupported."""
+        if self.thread is not None:
+            raise ThreadUnsupported("threads are not supported: send the whole conversation, without thread", "thread")
         if len(self.messages) > limits.messages:
             raise InvalidRequest(f"{len(self.messages)} messages are more than {limits.messages}", "messages")
         tools, skipped_tools = self._read_tools(limits)
@@ -289,9 +292,14 @@ class CountTokensReply(BaseModel):
     input_tokens: int
 
 
+class MessageErrorDetails(BaseModel):
+    error_code: str
+
+
 class MessageError(BaseModel):
     type: str
     message: str
+    details: MessageErrorDetails | None = Field(default=None, description="Absent from most errors.")
 
 
 class MessageErrorBody(BaseModel):
