@@ -84,6 +84,7 @@ def messages(content: bytes, context: JobContext) -> ValidGenerateRequest:
         continuous_usage=True,
         omits_thinking=body.omits_thinking,
         is_cut_by_context=request.samplings[0].max_tokens < body.max_tokens,
+        is_compaction=body.compaction is not None,
         ignored_fields=join_ignored(ignored, skipped),
     )
 
