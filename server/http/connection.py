@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._header_bytes is not None:
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(b" \t"))  # the parser removes only spaces before the value
             return
         self._section_bytes += len(name) + len(value) + 4  # a trailer, which is dropped
         if self._section_bytes > self._limits.header_bytes:

@@ -55,6 +55,24 @@ def test_it_ends_when_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch, from_
     asyncio.run(scenario())
 
 
+def test_whitespace_around_a_header_is_no_part_of_its_value() -> None:
+    found: list[tuple[bytes, bytes]] = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        found.extend(scope["headers"])
+        await StartupApp(with_page=False)(scope, receive, send)
+
+    async def scenario() -> None:
+        async with running(app) as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /health HTTP/1.1\r\nx-api-key: \t a key \t \r\nempty:  \r\nconnection: close \r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    asyncio.run(scenario())
+    assert found == [(b"x-api-key", b"a key"), (b"empty", b""), (b"connection", b"close")]
+
+
 def test_an_idle_connection_outlives_those_of_load_balancers_but_ends_with_a_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
