@@ -36,6 +36,7 @@ from serve_llm.server.http.errors import (
     send_error,
 )
 from serve_llm.server.http.file_reserve import FileReserve
+from serve_llm.server.http.parser import RequestParser
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, limits: Limits, drain: DrainState, files: FileReserve, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = RequestParser(self)
         self._limits = limits
         self._drain = drain
         self._files = files
@@ -127,6 +129,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(self._header_error)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._header_bytes = None
         app = self.app
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self._limits.header_bytes:
@@ -150,6 +154,8 @@ class Connection(HttpToolsProtocol):
             self._start_read_timer()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._is_receiving = False
         self._header_bytes = 0
