@@ -16,6 +16,8 @@ _NO_PAUSE = "the server cannot be paused; SIGTERM ends it after the open request
 # Prefixes of paths that an option adds, or that belong to another engine.
 _ROUTE_HINTS = {
     "/api/": "Ollama's own routes are not served; /v1/chat/completions, /v1/completions and /v1/models are",
+    "/openai/deployments/": "Azure's paths are not served; set the base URL of OpenAI's client to this server's /v1",
+    "/v1beta/": "Google's own API is not served; /v1/chat/completions is",
     "/v1/responses/": "it may need the option --responses-store",
     "/v1/files": "it may need the option --batches-dir",
     "/v1/batches": "it may need the option --batches-dir",
@@ -94,10 +96,11 @@ def explain_missing(request: Request) -> str:
 
 
 def _suggest_route(request: Request) -> str:
-    """Suggest a route. Most wrong paths come from a base URL with a missing or surplus /v1."""
+    """Suggest a route. Most wrong paths come from a base URL with a missing or surplus /v1, or with a prefix before it,
+    such as /openai."""
     path = request.url.path
     inner = re.sub(r"^(/v1)*(?=/)", "", path)
-    for candidate in (f"/v1{inner}", inner):
+    for candidate in (f"/v1{inner}", inner, path[max(path.rfind("/v1/"), 0) :]):
         scope = {**request.scope, "path": candidate}
         if candidate != path and any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes):
             return f"; did you mean {candidate}?"

@@ -13,6 +13,9 @@ from support.serving import Served
     [
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
+        ("/openai/v1/chat/completions", "/v1/chat/completions"),
+        ("/anthropic/v1/messages", "/v1/messages"),
+        ("/openai/v1/nowhere", None),
         ("/v1/health", "/health"),
         ("/completion", "/v1/completions"),
         ("/v1/chat/completion", "/v1/chat/completions"),
@@ -54,6 +57,8 @@ def test_routes_of_ollama_are_answered_with_ours(served: Served, path: str) -> N
         ("POST", "/v1/audio/transcriptions", "text only"),
         ("POST", "/v1/conversations", "previous_response_id"),
         ("POST", "/v1/complete", "/v1/messages"),
+        ("POST", "/openai/deployments/demo/chat/completions?api-version=1", "/v1"),
+        ("POST", "/v1beta/models/demo:generateContent", "/v1/chat/completions"),
     ],
 )
 def test_operations_of_others_that_are_missing_are_explained(served: Served, method: str, path: str, hint: str) -> None:
