@@ -68,11 +68,17 @@ class ClientToolChoice(TranslatedBody):
 
 
 class Thinking(TranslatedBody):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
+        description="between_tools: as disabled. What the model writes between tool calls is text."
+    )
     budget_tokens: int | None = Field(default=None, description="At least 1, and less than max_tokens.")
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="omitted: thinking blocks are empty except for their signature."
     )
+
+    @property
+    def is_on(self) -> bool:
+        return self.type in ("enabled", "adaptive")
 
 
 class OutputFormat(TranslatedBody):
@@ -140,11 +146,11 @@ class CountTokensRequest(TranslatedBody):
     @property
     def _thinks(self) -> bool:
         """Whether thinking is requested. As in Anthropic's API, it is not by default."""
-        return self.thinking is not None and self.thinking.type != "disabled"
+        return self.thinking is not None and self.thinking.is_on
 
     @property
     def _effort(self) -> str | None:
-        if self.thinking is not None and self.thinking.type == "disabled":
+        if self.thinking is not None and not self.thinking.is_on:
             return "none"
         return None if self.output_config is None else self.output_config.effort
 
