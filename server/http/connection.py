@@ -135,6 +135,7 @@ class Connection(HttpToolsProtocol):
         app = self.app
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self._limits.header_bytes:
             self.app = self._refuse_header
+            self.url = self.url[:1000]  # uvicorn's parser takes no more than 64 KiB
         super().on_headers_complete()
         self.app = app
         self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
