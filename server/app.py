@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from serve_llm.common.errors import ServeError
@@ -56,6 +54,7 @@ from serve_llm.server.routes.adapters import create_adapter_router
 from serve_llm.server.routes.app_state import VERSION, AppState
 from serve_llm.server.routes.batches import create_batch_router
 from serve_llm.server.routes.document import build_openapi
+from serve_llm.server.routes.missing_routes import explain_missing
 from serve_llm.server.routes.plain_route import PlainRouteApp, add_routes
 from serve_llm.server.routes.request_log import RequestLog
 from serve_llm.server.routes.scaling import create_scaling_router
@@ -113,50 +112,6 @@ _BODIES: list[type[BaseModel]] = [
     PoolingRequest,
 ]
 
-_NO_FLUSH = "the prefix cache cannot be emptied; the field cache_salt of a request keeps its prefix apart from others"
-_NO_SLEEP = "the server does not sleep; stop it to free its memory, it starts in seconds"
-_NO_PAUSE = "the server cannot be paused; SIGTERM ends it after the open requests"
-# Prefixes of paths that an option adds, or that belong to another engine.
-_ROUTE_HINTS = {
-    "/api/": "Ollama's own routes are not served; /v1/chat/completions, /v1/completions and /v1/models are",
-    "/v1/responses/": "it may need the option --responses-store",
-    "/v1/files": "it may need the option --batches-dir",
-    "/v1/batches": "it may need the option --batches-dir",
-    "/v1/messages/batches": "use /v1/files and /v1/batches, with the url /v1/messages in each line",
-    "/v1/load_lora_adapter": "it may need the option --enable-lora",
-    "/v1/unload_lora_adapter": "it may need the option --enable-lora",
-    "/scale": "it may need the option --data-parallel-max; vLLM's /scale_elastic_ep is POST /scale here",
-    "/sleep": _NO_SLEEP,
-    "/wake_up": _NO_SLEEP,
-    "/is_sleeping": _NO_SLEEP,
-    "/reset_prefix_cache": _NO_FLUSH,
-    "/flush_cache": _NO_FLUSH,
-    "/pause": _NO_PAUSE,
-    "/resume": _NO_PAUSE,
-    "/is_paused": _NO_PAUSE,
-    "/collective_rpc": "clients cannot call methods of the workers; /status and /metrics say what the engines do",
-    "/inference/v1/generate": "use /v1/completions with token ids in prompt, and return_token_ids",
-}
-# Paths of other engines, and common misspellings -> our equivalent.
-_OTHER_PATHS = {
-    "/completion": "/v1/completions",
-    "/embed": "/v1/embeddings",
-    "/embed_all": "/v1/embeddings",
-    "/embedding": "/v1/embeddings",
-    "/generate": "/v1/completions",
-    "/get_model_info": "/v1/models",
-    "/predict": "/classify",
-    "/props": "/status",
-    "/reranking": "/v1/rerank",
-    "/server_info": "/status",
-    "/slots": "/status",
-    "/v1/chat/completion": "/v1/chat/completions",
-    "/v1/completion": "/v1/completions",
-    "/v1/embed": "/v2/embed",
-    "/v1/embedding": "/v1/embeddings",
-    "/v1/reranking": "/v1/rerank",
-    "/v1/response": "/v1/responses",
-}
 _BATCH_CONCURRENCY = 64  # requests per engine
 
 
@@ -359,20 +314,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 405:
         return _respond(WrongMethod(f"{request.method} is not allowed on {path}"), error.headers)
-    hints = [f"; {hint}" for prefix, hint in _ROUTE_HINTS.items() if path.startswith(prefix)]
-    suggestion = "".join(hints) or _suggest_route(request)
-    return _respond(NotFound(f"no such route: {request.method} {path}{suggestion}"))
-
-
-def _suggest_route(request: Request) -> str:
-    """Suggest a route. Most wrong paths come from a base URL with a missing or surplus /v1."""
-    path = request.url.path
-    inner = re.sub(r"^(/v1)*(?=/)", "", path)
-    for candidate in (f"/v1{inner}", inner):
-        scope = {**request.scope, "path": candidate}
-        if candidate != path and any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes):
-            return f"; did you mean {candidate}?"
-    return f"; did you mean {_OTHER_PATHS[path]}?" if path in _OTHER_PATHS else ""
+    return _respond(NotFound(f"no such route: {request.method} {path}{explain_missing(request)}"))
 
 
 async def _answer_disconnect(request: Request, error: Exception) -> Response:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from serve_llm.common.nesting import check_nesting, read_json
+
 Parse = Callable[[object], object]
 
 DEFAULT_QUEUE = (2048, 4 * 2**20)  # requests, prompt tokens
@@ -291,7 +293,7 @@ def parse_lora_modules(value: object) -> tuple[str, ...]:
 def _join_module(item: object) -> object:
     """Turn vLLM's object, or its text, into NAME=DIRECTORY; return anything else unchanged."""
     if isinstance(item, str) and item.lstrip().startswith("{"):
-        item = json.loads(item)
+        item = read_json(item)
     if not isinstance(item, dict):
         return item
     unknown = [key for key in item if key not in ("name", "path")]
@@ -306,9 +308,10 @@ def _join_module(item: object) -> object:
 
 def parse_object(value: object, example: str) -> Mapping[str, Any]:
     """Parse a JSON object. value: an object or its JSON text. example: a valid one, for the error."""
-    given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    given = read_json(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
     if not isinstance(given, Mapping):
         raise ValueError(f"expected a JSON object, such as {example}")
+    check_nesting(given)
     return given
 
 
@@ -346,7 +349,7 @@ def parse_sampling_defaults(value: object) -> str:
 def parse_origins(value: object) -> tuple[str, ...]:
     """Parse the origins of web pages: scheme://host[:port] each, or * for all; in vLLM, a text is a JSON list."""
     given = value if isinstance(value, list | tuple) else [value]
-    parts = [json.loads(item) if isinstance(item, str) and item.lstrip().startswith("[") else item for item in given]
+    parts = [read_json(item) if isinstance(item, str) and item.lstrip().startswith("[") else item for item in given]
     items = tuple(text for part in parts for text in parse_texts(part))
     if not all(item == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", item) for item in items):
         raise ValueError("expected origins such as https://chat.example.com, or *")

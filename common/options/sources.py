@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import msgspec
 
 from serve_llm.common.errors import OptionError
+from serve_llm.common.nesting import TOO_DEEP
 from serve_llm.common.options.combinations import check_combinations
 from serve_llm.common.options.fields import is_switch, option_name
 from serve_llm.common.options.groups import OTHER_GROUP, find_groups
@@ -34,6 +35,7 @@ Given = dict[str, tuple[object, str]]
 """Field name -> (value as given, its source as error messages name it: a flag, a variable, a key of a file)."""
 
 ENVIRONMENT_PREFIX = "SERVE_LLM_"
+_MAX_SHOWN = 1000  # characters of a value in an error message
 
 # Kubernetes sets such variables for a Service whose name begins with serve-llm; they are addresses, not options.
 _KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
@@ -259,6 +261,8 @@ def _read_file(path: Path) -> Given:
         content = cast(object, yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise OptionError(f"--config {path}: {error.strerror}") from None
+    except RecursionError:
+        raise OptionError(f"--config {path}: {TOO_DEEP}") from None
     except yaml.MarkedYAMLError as error:  # without the line itself, which may hold a secret
         mark = error.problem_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -330,8 +334,12 @@ def _parse(parse: Callable[[object], T], value: object, source: str, is_secret: 
     try:
         return parse(value)
     except ValueError as error:
-        shown = "" if is_secret else f", not {value!r}"
+        shown = "" if is_secret else f", not {_shorten(repr(value))}"
         raise OptionError(f"{source}: {error}{shown}") from None
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _parse_values(kind: type[DataclassInstance], given: Given) -> dict[str, object]:

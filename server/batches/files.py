@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import fcntl
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from serve_llm.common.errors import OptionError, ServeError
@@ -109,8 +109,9 @@ class BatchOutput:
             self._file.close()
             raise OptionError(f"--output-file {path}: another run-batch writes to it") from None
 
-    def read_ids(self) -> set[str]:
+    def read_ids(self, on_line: Callable[[bytes], None] | None = None) -> set[str]:
         """Return the custom_ids of all results. Removes an incomplete last line: its run was killed while writing it.
+        on_line: is called with each line.
 
         Raises InvalidOutput, and changes nothing, if the file contains anything but results.
         """
@@ -124,6 +125,8 @@ class BatchOutput:
                 ids.add(parse_result(line).custom_id)
             except InvalidRequest as error:
                 raise InvalidOutput(f"--output-file {self._path}, line {number}: {error}") from None
+            if on_line is not None:
+                on_line(line)
             yield_gil()
         return ids
 

@@ -20,6 +20,7 @@ from serve_llm.common.options.limits import Limits
 from serve_llm.server.batches.files import BatchInput, InvalidLine, InvalidOutput
 from serve_llm.server.batches.lines import build_unanswered
 from serve_llm.server.batches.objects import BatchProblem, BatchProblems, RequestCounts, StoredBatch
+from serve_llm.server.batches.progress import StoredProgress
 from serve_llm.server.batches.results import BatchResults
 from serve_llm.server.batches.runner import run_requests
 from serve_llm.server.batches.slots import BatchSlots
@@ -61,7 +62,7 @@ class OwnerTurns:
 
 class BatchJob:
     def __init__(self, batch_id: str, owner: str, turns: OwnerTurns, context: BatchContext) -> None:
-        self.counts = RequestCounts()
+        self.progress = StoredProgress()
         self._id = batch_id
         self._owner = owner
         self._turns = turns
@@ -102,22 +103,22 @@ class BatchJob:
         if self._owner not in self._context.owners:
             await self._fail(BatchProblem("invalid_api_key", "its API key is not valid any more"))
             return
-        self.counts = RequestCounts(total)
+        self.progress = StoredProgress(RequestCounts(total))
         has_begun = batch.in_progress_at is not None
         batch = await store.change_batch(self._id, partial(_begin, total=total))
         outcome = "cancelled"
         try:
             if has_begun:
-                await asyncio.to_thread(_read_results, paths, self.counts)
+                await asyncio.to_thread(_read_results, paths, self.progress)
             if batch.status == "in_progress":
                 outcome = await self._answer_in_turn(batch, requests, paths)
             if outcome in UNANSWERED:
-                await asyncio.to_thread(_write_unanswered, requests, paths, self.counts, *UNANSWERED[outcome])
+                await asyncio.to_thread(_write_unanswered, requests, paths, self.progress, *UNANSWERED[outcome])
         except InvalidOutput:
             logger.exception("%s has failed", self._id)
             await self._fail(BatchProblem("invalid_results", "the stored results of the batch cannot be read"))
             return
-        await store.change_batch(self._id, lambda stored: _end(stored, outcome, self.counts))
+        await store.change_batch(self._id, lambda stored: _end(stored, outcome, self.progress))
 
     async def _answer_in_turn(self, batch: StoredBatch, requests: BatchInput, paths: BatchPaths) -> str:
         """Answer the batch when its turn comes. Returns its final status. Raises OSError, ServeError."""
@@ -139,7 +140,7 @@ class BatchJob:
         """Answer the requests that have no result. Raises OSError, ServeError."""
         context = self._context
         async with self._turns.answering:
-            with contextlib.closing(BatchResults(paths, self.counts)) as results:
+            with contextlib.closing(BatchResults(paths, self.progress)) as results:
                 done = await asyncio.to_thread(results.read_ids)
 
                 def write(line: bytes, status: int) -> None:
@@ -150,7 +151,7 @@ class BatchJob:
                     context.app,
                     requests.read(done),
                     write,
-                    min(context.concurrency, max(1, self.counts.total - len(done))),
+                    min(context.concurrency, max(1, self.progress.counts.total - len(done))),
                     slot=context.slots.take,
                     state={TENANT: context.owners.index(self._owner), IN_BATCH: True},
                 )
@@ -158,7 +159,7 @@ class BatchJob:
     async def _fail(self, problem: BatchProblem) -> None:
         def change(stored: StoredBatch) -> None:
             stored.errors = BatchProblems([problem])
-            _end(stored, "failed", self.counts)
+            _end(stored, "failed", self.progress)
 
         await self._context.store.change_batch(self._id, change)
 
@@ -177,9 +178,9 @@ def _count_requests(requests: BatchInput, paths: BatchPaths, max_lines: int) -> 
     return total
 
 
-def _read_results(paths: BatchPaths, counts: RequestCounts) -> None:
-    """Count the results of an earlier run. Raises OptionError."""
-    with contextlib.closing(BatchResults(paths, counts)) as results:
+def _read_results(paths: BatchPaths, progress: StoredProgress) -> None:
+    """Count the results, and their tokens, of an earlier run. Raises OptionError."""
+    with contextlib.closing(BatchResults(paths, progress)) as results:
         results.read_ids()
 
 
@@ -190,17 +191,20 @@ def _begin(batch: StoredBatch, total: int) -> None:
         batch.in_progress_at = int(time.time())
 
 
-def _end(batch: StoredBatch, status: str, counts: RequestCounts) -> None:
+def _end(batch: StoredBatch, status: str, progress: StoredProgress) -> None:
     now = int(time.time())
     if status != "failed":
         batch.finalizing_at = now
     batch.status = status
-    batch.request_counts = counts
+    batch.request_counts = progress.counts
+    batch.usage = progress.usage
     setattr(batch, f"{status}_at", now)
 
 
-def _write_unanswered(requests: BatchInput, paths: BatchPaths, counts: RequestCounts, code: str, message: str) -> None:
+def _write_unanswered(
+    requests: BatchInput, paths: BatchPaths, progress: StoredProgress, code: str, message: str
+) -> None:
     """Write a result with the reason for every request without a result. Raises OSError, ServeError."""
-    with contextlib.closing(BatchResults(paths, counts)) as results:
+    with contextlib.closing(BatchResults(paths, progress)) as results:
         for request in requests.read(results.read_ids()):
             results.write(build_unanswered(request.custom_id, code, message), 500)

@@ -39,6 +39,24 @@ class RequestCounts(msgspec.Struct):
     failed: int = 0
 
 
+class InputTokens(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class OutputTokens(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct):
+    """Sums over the requests that were answered."""
+
+    input_tokens: int = 0
+    input_tokens_details: InputTokens = msgspec.field(default_factory=InputTokens)
+    output_tokens: int = 0
+    output_tokens_details: OutputTokens = msgspec.field(default_factory=OutputTokens)
+    total_tokens: int = 0
+
+
 class FileExpiry(msgspec.Struct):
     anchor: str
     seconds: int
@@ -64,6 +82,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    usage: BatchUsage | None = None  # None: an older version stored the batch
     metadata: Metadata | None = None
     output_expires_after: FileExpiry | None = None
 

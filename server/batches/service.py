@@ -69,9 +69,11 @@ class BatchService:
         return self.count(batch)
 
     def count(self, batch: StoredBatch) -> StoredBatch:
-        """Return the batch with its current counts."""
+        """Return the batch with its current counts and usage."""
         if batch.is_open and batch.id in self._jobs:
-            batch.request_counts = self._jobs[batch.id][0].counts
+            progress = self._jobs[batch.id][0].progress
+            batch.request_counts = progress.counts
+            batch.usage = progress.usage
         return batch
 
     async def stop(self) -> None:

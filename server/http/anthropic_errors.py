@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_llm.common.errors import ServeError
-from serve_llm.server.http.errors import ContextTooLong, Unavailable, answer_for
+from serve_llm.server.http.errors import THREAD_UNSUPPORTED, ContextTooLong, Unavailable, answer_for
 
 OVERLOADED = 529
 _TYPES = {
@@ -21,6 +21,7 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
+_CODES = {THREAD_UNSUPPORTED}  # that Anthropic's API has too
 
 
 def describe_error(error: ServeError) -> dict[str, object]:
@@ -33,8 +34,9 @@ def translate_body(body: bytes, status: int, request_id: str) -> bytes:
     """body: as `http.errors.error_body` writes it."""
     if not body:
         return body
-    message = msgspec.json.decode(body)["error"]["message"]
-    return msgspec.json.encode({**_describe(status, message), "request_id": request_id})
+    error = msgspec.json.decode(body)["error"]
+    details = {"error_code": error["code"]} if error["code"] in _CODES else None
+    return msgspec.json.encode({**_describe(status, error["message"], details), "request_id": request_id})
 
 
 def reword_long_prompt(error: ContextTooLong) -> ContextTooLong:
@@ -49,6 +51,7 @@ def translate_status(status: int) -> int:
     return OVERLOADED if status == 503 else status
 
 
-def _describe(status: int, message: str) -> dict[str, object]:
+def _describe(status: int, message: str, details: dict[str, str] | None = None) -> dict[str, object]:
     kind = _TYPES.get(translate_status(status), "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    error = {"type": kind, "message": message} | ({"details": details} if details else {})
+    return {"type": "error", "error": error}

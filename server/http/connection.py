@@ -36,6 +36,7 @@ from serve_llm.server.http.errors import (
     send_error,
 )
 from serve_llm.server.http.file_reserve import FileReserve
+from serve_llm.server.http.parser import RequestParser
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, limits: Limits, drain: DrainState, files: FileReserve, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = RequestParser(self)
         self._limits = limits
         self._drain = drain
         self._files = files
@@ -120,17 +122,20 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._header_bytes is not None:
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(b" \t"))  # the parser removes only spaces before the value
             return
         self._section_bytes += len(name) + len(value) + 4  # a trailer, which is dropped
         if self._section_bytes > self._limits.header_bytes:
             self._refuse(self._header_error)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._header_bytes = None
         app = self.app
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self._limits.header_bytes:
             self.app = self._refuse_header
+            self.url = self.url[:1000]  # uvicorn's parser takes no more than 64 KiB
         super().on_headers_complete()
         self.app = app
         self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
@@ -150,6 +155,8 @@ class Connection(HttpToolsProtocol):
             self._start_read_timer()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._is_receiving = False
         self._header_bytes = 0

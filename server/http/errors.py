@@ -5,6 +5,7 @@ ServeError (common.errors)
     InvalidRequest     400   a value is missing, of the wrong type, out of range, or does not fit the model or others
       ContextTooLong   400   prompt and output do not fit; code `context_length_exceeded`, as in OpenAI's API
       Unsupported      400   part of OpenAI's API, but not of this server's; code `unsupported`, so clients do not retry
+        ThreadUnsupported   400  the server keeps no conversations; Anthropic's clients send them whole after its code
         UnsupportedEncoding 415  the body is compressed in a way that the server does not read
     Unauthorized       401   no valid API key
     NotFound           404   no such route
@@ -34,6 +35,8 @@ import msgspec
 
 from serve_llm.common.errors import AdapterError, ServeError
 
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's code
+
 
 class RequestError(ServeError):
     """`message` is one clear line for the client."""
@@ -54,6 +57,10 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class Unsupported(InvalidRequest):
+    pass
+
+
+class ThreadUnsupported(Unsupported):
     pass
 
 
@@ -148,6 +155,7 @@ ANSWERS: dict[type[ServeError], ErrorResponse] = {
     UnsupportedEncoding: ErrorResponse(
         415, "invalid_request_error", "unsupported", {"accept-encoding": "gzip, deflate"}
     ),
+    ThreadUnsupported: ErrorResponse(400, "invalid_request_error", THREAD_UNSUPPORTED, {}),
     Unsupported: ErrorResponse(400, "invalid_request_error", "unsupported", {}),
     ContextTooLong: ErrorResponse(400, "invalid_request_error", "context_length_exceeded", {}),
     InvalidRequest: ErrorResponse(400, "invalid_request_error", None, {}),

@@ -84,6 +84,7 @@ def messages(content: bytes, context: JobContext) -> ValidGenerateRequest:
         continuous_usage=True,
         omits_thinking=body.omits_thinking,
         is_cut_by_context=request.samplings[0].max_tokens < body.max_tokens,
+        is_compaction=body.compaction is not None,
         ignored_fields=join_ignored(ignored, skipped),
     )
 
@@ -150,7 +151,7 @@ def decide(content: bytes, context: JobContext) -> ValidGenerateRequest:
     body, ignored = parse_lenient_body(DecisionRequest, content, context.limits)
     name = context.model.check_name(body.model)
     questions = body.to_questions(context.limits)
-    messages, skipped = translate_items(None, body.input)
+    messages, skipped = translate_items(None, body.read_input())
     if not messages:
         raise InvalidRequest("input must not be empty", "input")
     return ValidGenerateRequest(

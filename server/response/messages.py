@@ -21,15 +21,20 @@ class MessageBuilder:
 
     def __init__(self, tokenizer: Tokenizer, parsed: ValidGenerateRequest, meta: ResponseMeta) -> None:
         self.omits_thinking = parsed.omits_thinking
+        self.is_compaction = parsed.is_compaction
         self._is_cut_by_context = parsed.is_cut_by_context
         self._meta = meta
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
         """deltas: one complete delta. Raises GenerationFailed."""
         (delta,) = deltas
+        if self.is_compaction:
+            texts = [piece.text for piece in delta.ordered_pieces if isinstance(piece, ContentPiece)]
+            end = self.describe_end(delta)
+            return encode_json({**self.describe(counts), "content": [self.describe_summary(texts, end)], **end})
         calls = iter(delta.collect_calls())
         blocks: list[Json] = []
-        texts: list[str] = []  # in the last block
+        texts = []  # in the last block
         for piece in delta.ordered_pieces:
             match piece:
                 case ContentPiece() | ReasoningPiece():
@@ -54,6 +59,13 @@ class MessageBuilder:
         body |= self.describe_end(delta)
         return encode_json(body)
 
+    @staticmethod
+    def describe_summary(texts: list[str], end: Json) -> Json:
+        """Describe the block of a summary, without content if its end was cut off: it must not replace the
+        conversation."""
+        summary = "".join(texts).strip()
+        return {"type": "compaction", "content": summary if summary and end["stop_reason"] == "compaction" else None}
+
     def describe(self, counts: TokenCounts) -> Json:
         """Describe the message before it has content."""
         return {
@@ -76,6 +88,8 @@ class MessageBuilder:
             reason = "stop_sequence"
         elif delta.finish_reason is FinishReason.LENGTH:
             reason = "model_context_window_exceeded" if self._is_cut_by_context else "max_tokens"
+        elif self.is_compaction:
+            reason = "compaction"
         else:
             reason = "tool_use" if delta.ends_with_calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop_sequence}
@@ -94,6 +108,7 @@ class MessageEncoder:
         self._num_blocks = 0
         self._open: str | None = None  # type of the open block
         self._thoughts: list[str] = []  # in the open block
+        self._summary: list[str] = []
         self._end: Json | None = None
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
@@ -112,7 +127,11 @@ class MessageEncoder:
 
     def encode_end(self, counts: TokenCounts) -> bytes:
         events = self._start(counts)
-        if self._num_blocks == 0 and counts.completion:
+        if self._builder.is_compaction and self._end is not None:
+            block = self._builder.describe_summary(self._summary, self._end)
+            events += self._open_block({"type": "compaction", "content": None})
+            events.append(self._describe_delta({"type": "compaction_delta", "content": block["content"]}))
+        elif self._num_blocks == 0 and counts.completion:
             events += self._open_block({"type": "text", "text": ""})
         events += self._close_block()
         events.append({"type": "message_delta", "delta": self._end, "usage": build_message_usage(counts)})
@@ -131,6 +150,10 @@ class MessageEncoder:
 
     def _describe_piece(self, piece: Piece) -> list[Json]:
         match piece:
+            case ContentPiece() if self._builder.is_compaction:
+                self._summary.append(piece.text)  # sent at the end, if it is complete
+            case _ if self._builder.is_compaction:
+                pass  # the block of the summary is alone
             case ContentPiece():
                 opening = self._continue_block({"type": "text", "text": ""})
                 return [*opening, self._describe_delta({"type": "text_delta", "text": piece.text})]
@@ -182,6 +205,7 @@ def build_message_usage(counts: TokenCounts) -> Json:
         "output_tokens": counts.completion,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": counts.cached,
+        "output_tokens_details": {"thinking_tokens": counts.reasoning or 0},
     }
 
 

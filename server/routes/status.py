@@ -71,8 +71,9 @@ def create_router() -> APIRouter:
         return Health()
 
     @router.get("/ping", **describe_route(None, Health))
+    @router.post("/ping", **describe_route(None, Health))
     async def ping() -> Health:
-        """The same as /health, as SageMaker requests it."""
+        """The same as /health, as SageMaker requests it; as in vLLM, also with POST."""
         return Health()
 
     @router.get("/version", **describe_route(None, Version))

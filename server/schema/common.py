@@ -27,6 +27,7 @@ from serve_llm.server.sampling_params import (
 from serve_llm.server.schema.json_text import read_fields
 from serve_llm.server.schema.structured_output import ResponseFormat, StructuredOutputsField
 from serve_llm.server.schema.unknown_fields import find_nested_unknown
+from serve_llm.server.schema.whole_numbers import convert_whole_floats
 from serve_llm.server.structured_output.params import StructuredOutputs
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -332,10 +333,13 @@ def parse_by_policy(
 
 def validate_body(kind: type[Body], values: dict[str, Any]) -> Body:
     """Raises InvalidRequest, which names the first invalid field."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
+    has_changed = True
+    while has_changed:  # at most once per field
+        try:
+            return kind.model_validate(values)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False)
+        has_changed = convert_whole_floats(values, problems)
     param = _path(problems[0]["loc"])
     problem = problems[0]["type"]
     if problem == "missing":

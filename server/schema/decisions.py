@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictStr
@@ -28,7 +29,8 @@ class DecisionLevel(TranslatedBody):
 class DecisionQuestion(TranslatedBody):
     type: Literal["predicate", "choice", "score"]
     instructions: str | Annotated[list[Json], Field(fail_fast=True)] = Field(
-        description="The question, a text or parts of type input_text; for a predicate a statement that may be true."
+        description="The question, a text or parts of type input_text and input_json; for a predicate a statement that "
+        "may be true."
     )
     name: str | None = Field(default=None, max_length=256, description="Returned with the answer.")
     choices: Annotated[list[DecisionChoice], Field(fail_fast=True)] | None = Field(
@@ -54,7 +56,7 @@ class DecisionQuestion(TranslatedBody):
         if not 2 <= len(options) <= len(LABELS):
             field = f"{param}.{'choices' if self.type == 'choice' else 'levels'}"
             raise InvalidRequest(f"{field} must have 2 to {len(LABELS)} entries, not {len(options)}", field)
-        text = read_text_parts(self.instructions, f"{param}.instructions")
+        text = read_text_parts(_write_data(self.instructions, f"{param}.instructions"), f"{param}.instructions")
         return Question(self.type, self.name, text, options)
 
 
@@ -77,6 +79,35 @@ class DecisionRequest(TranslatedBody):
         if not isinstance(self.input, str) and len(self.input) > limits.messages:
             raise InvalidRequest(f"{len(self.input)} items are more than {limits.messages}", "input")
         return [question.to_question(f"questions[{index}]") for index, question in enumerate(self.questions)]
+
+    def read_input(self) -> str | list[Json]:
+        """Return the input with parts of type input_json as text. Raises InvalidRequest."""
+        if isinstance(self.input, str):
+            return self.input
+        items = []
+        for index, item in enumerate(self.input):
+            content = item.get("content")
+            if isinstance(content, list):
+                item = {**item, "content": _write_data(content, f"input[{index}].content")}
+            items.append(item)
+        return items
+
+
+def _write_data(content: str | list[Json], param: str) -> str | list[Json]:
+    """Replace parts of type input_json by texts. Raises InvalidRequest."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for index, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == "input_json":
+            data = part.get("data")
+            entries = data if isinstance(data, list) else [data]
+            if not all(isinstance(entry, dict) for entry in entries):
+                place = f"{param}[{index}].data"
+                raise InvalidRequest(f"{place} must be an object or a list of objects", place)
+            part = {"type": "input_text", "text": json.dumps(data, ensure_ascii=False)}
+        parts.append(part)
+    return parts
 
 
 class DecisionReply(BaseModel):

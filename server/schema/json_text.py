@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from serve_llm.common.nesting import nests_deeper
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.errors import InvalidRequest, TooLarge
 
@@ -32,8 +33,9 @@ def read_fields(content: bytes, limits: Limits) -> dict[str, Any]:
         raise InvalidRequest(_explain_encoding(content) or f"the body is malformed JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequest("the body must be a JSON object")
-    if content.count(b"{") + content.count(b"[") > limits.json_depth:
-        _check_depth(values, limits.json_depth)
+    may_nest = content.count(b"{") + content.count(b"[") > limits.json_depth
+    if may_nest and nests_deeper(values, limits.json_depth):
+        raise InvalidRequest(f"the body nests more than {limits.json_depth} objects and lists")
     return values
 
 
@@ -52,17 +54,3 @@ def _explain_encoding(content: bytes) -> str | None:
                 "which no text can have; was a text cut inside an emoji?"
             )
     return None
-
-
-def _check_depth(content: object, max_depth: int) -> None:
-    level = [content]
-    for _ in range(max_depth):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return
-    raise InvalidRequest(f"the body nests more than {max_depth} objects and lists")

@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import Tool, ToolChoice
-from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.http.errors import InvalidRequest, ThreadUnsupported, Unsupported
 from serve_llm.server.prompt.blocks import continues_reply, translate_messages
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_words, ranged
 from serve_llm.server.schema.known_tools import KNOWN_TOOLS
 from serve_llm.server.schema.output_format import read_output_format
+from serve_llm.server.schema.responses import SUMMARY_REQUEST
 from serve_llm.server.schema.tools import build_tool, check_num_tools
 
 # Tools that Anthropic's servers run, or that need a model that sees screens; and versions that are not in KNOWN_TOOLS.
@@ -67,11 +68,17 @@ class ClientToolChoice(TranslatedBody):
 
 
 class Thinking(TranslatedBody):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
+        description="between_tools: as disabled. What the model writes between tool calls is text."
+    )
     budget_tokens: int | None = Field(default=None, description="At least 1, and less than max_tokens.")
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="omitted: thinking blocks are empty except for their signature."
     )
+
+    @property
+    def is_on(self) -> bool:
+        return self.type in ("enabled", "adaptive")
 
 
 class OutputFormat(TranslatedBody):
@@ -84,6 +91,13 @@ class OutputConfig(TranslatedBody):
     format: OutputFormat | None = None
 
 
+class Compaction(TranslatedBody):
+    type: Literal["summarize"]
+    instructions: str | None = Field(
+        default=None, description="What to ask the model for instead of the server's text."
+    )
+
+
 class CountTokensRequest(TranslatedBody):
     model: str | None = Field(default=None, description="A served model's name; the served model when absent.")
     messages: Annotated[list[MessageParam], Field(fail_fast=True)]
@@ -93,20 +107,28 @@ class CountTokensRequest(TranslatedBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(default=None, description="Earlier name of output_config.format.")
+    thread: object | None = Field(default=None, description="Refused: the server keeps no conversations.")
 
     def to_turn(self, params: SamplingParams, limits: Limits) -> tuple[ChatTurn, list[str]]:
         """Build the turn. Also returns the places of tools and blocks that are skipped. Raises InvalidRequest,
         Unsupported."""
+        if self.thread is not None:
+            raise ThreadUnsupported("threads are not supported: send the whole conversation, without thread", "thread")
         if len(self.messages) > limits.messages:
             raise InvalidRequest(f"{len(self.messages)} messages are more than {limits.messages}", "messages")
         tools, skipped_tools = self._read_tools(limits)
+        tool_choice = self._read_tool_choice(tools, skipped_tools)
         is_continued = continues_reply(self.messages)
         messages, skipped_blocks = translate_messages(self.system, self.messages)
+        if self.summary_request is not None:
+            messages.append({"role": "user", "content": self.summary_request})
+            tool_choice = ToolChoice("none")
+            is_continued = False
         turn = ChatTurn(
             messages=messages,
             params=params,
             tools=tools,
-            tool_choice=self._read_tool_choice(tools, skipped_tools),
+            tool_choice=tool_choice,
             parallel_tool_calls=self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use,
             include_reasoning=self._thinks,
             reasoning_effort=self._effort,
@@ -117,13 +139,18 @@ class CountTokensRequest(TranslatedBody):
         return turn, skipped_tools + skipped_blocks
 
     @property
+    def summary_request(self) -> str | None:
+        """What the model is asked after the conversation, if it is to be summarised."""
+        return None
+
+    @property
     def _thinks(self) -> bool:
         """Whether thinking is requested. As in Anthropic's API, it is not by default."""
-        return self.thinking is not None and self.thinking.type != "disabled"
+        return self.thinking is not None and self.thinking.is_on
 
     @property
     def _effort(self) -> str | None:
-        if self.thinking is not None and self.thinking.type == "disabled":
+        if self.thinking is not None and not self.thinking.is_on:
             return "none"
         return None if self.output_config is None else self.output_config.effort
 
@@ -197,15 +224,25 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = ranged("temperature", "0 takes the most likely token.")
     top_k: int | None = ranged("top_k")
     top_p: float | None = ranged("top_p")
+    compaction: Compaction | None = Field(default=None, description="The reply is a summary of the conversation.")
     metadata: Ignored = None
     service_tier: Ignored = None
 
     def check(self, limits: Limits) -> None:
         """Raises InvalidRequest."""
+        has_format = self.output_format is not None or (self.output_config is not None and self.output_config.format)
+        if self.compaction is not None and has_format:
+            raise InvalidRequest("compaction and a format of the output exclude each other", "compaction")
         sequences = self.stop_sequences or []
         check_words("stop_sequences", sequences, limits.stop_strings, limits)
         if "" in sequences:
             raise InvalidRequest("stop_sequences must not hold an empty string", "stop_sequences")
+
+    @property
+    def summary_request(self) -> str | None:
+        if self.compaction is None:
+            return None
+        return (self.compaction.instructions or "").strip() or SUMMARY_REQUEST
 
     @property
     def omits_thinking(self) -> bool:
@@ -238,6 +275,10 @@ class MessagesRequest(CountTokensRequest):
         return budget
 
 
+class MessageOutputDetails(BaseModel):
+    thinking_tokens: int
+
+
 class MessageUsage(BaseModel):
     """All prompt tokens are input_tokens + cache_read_input_tokens."""
 
@@ -245,16 +286,18 @@ class MessageUsage(BaseModel):
     output_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    output_tokens_details: MessageOutputDetails
 
 
 class ReplyBlock(BaseModel):
-    type: Literal["text", "thinking", "tool_use"]
+    type: Literal["text", "thinking", "tool_use", "compaction"]
     text: str | None = None
     thinking: str | None = None
     signature: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, object] | None = None
+    content: str | None = None  # the summary of a compaction; null if its end was cut off
 
 
 class MessageReply(BaseModel):
@@ -263,7 +306,10 @@ class MessageReply(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[ReplyBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"] | None
+    stop_reason: (
+        Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use", "compaction"]
+        | None
+    )
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -289,9 +335,14 @@ class CountTokensReply(BaseModel):
     input_tokens: int
 
 
+class MessageErrorDetails(BaseModel):
+    error_code: str
+
+
 class MessageError(BaseModel):
     type: str
     message: str
+    details: MessageErrorDetails | None = Field(default=None, description="Absent from most errors.")
 
 
 class MessageErrorBody(BaseModel):

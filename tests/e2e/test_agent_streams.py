@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
@@ -160,6 +160,32 @@ def test_anthropics_client(daemon: Daemon) -> None:
         with pytest.raises(anthropic.NotFoundError) as caught:
             client.messages.create(**how | {"model": "other"})
         assert caught.value.request_id and "other" in str(caught.value)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_anthropics_tool_runner_sends_the_whole_conversation(daemon: Daemon, streams: bool) -> None:
+    """It first asks the server to keep the conversation."""
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Oslo", "Rome"]) -> str:
+        """The weather of a city."""
+        return f"rain in {city}"
+
+    with anthropic.Anthropic(base_url=daemon.url, api_key="none", max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(
+            model="demo",
+            messages=TALK,  # type: ignore[arg-type]
+            max_tokens=200,
+            tools=[get_weather],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_iterations=2,
+            stream=streams,
+        )
+        first, second = [turn.get_final_message() if streams else turn for turn in runner]
+    (call,) = [block for block in first.content if block.type == "tool_use"]
+    assert call.name == "get_weather" and call.input["city"] in ("Oslo", "Rome")
+    prompts = [turn.usage.input_tokens + turn.usage.cache_read_input_tokens for turn in (first, second)]
+    assert prompts[1] > prompts[0] + first.usage.output_tokens, "the second prompt has the call and its result"
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ def wait_until_idle(daemon: Daemon, seconds: float = 60.0) -> None:
     "header",
     [
         b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /?" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET /health HTTP/1.1\r\nX: " + b"x" * 5000 + b"\r\n\r\n",
         b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
         b"GET /health HTTP/1.1\r\nX: " + b"x" * 5000,  # without an end

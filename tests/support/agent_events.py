@@ -55,6 +55,8 @@ def fold_message(events: list[Json]) -> Json:
                     block["thinking"] += delta["thinking"]
                 elif delta["type"] == "signature_delta":
                     block["signature"] = delta["signature"]
+                elif delta["type"] == "compaction_delta":
+                    block["content"] = delta["content"]
                 else:
                     texts.append(delta["partial_json"])
                     block["input"] = texts

@@ -2,6 +2,7 @@
 
 from datetime import date
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -187,3 +188,34 @@ def test_words_of_other_engines_for_values() -> None:
 def test_defaults_of_requests(name: str, value: object, words: str) -> None:
     with pytest.raises(OptionError, match=f"^{name}: {words}"):
         make_options("demo", **{name: value})
+
+
+@pytest.mark.parametrize("depth", [65, 3000, 100_000])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "default_chat_template_kwargs",
+        "override_generation_config",
+        "speculative_config",
+        "eplb_config",
+        "kv_events_config",
+        "lora_modules",
+    ],
+)
+def test_deep_objects_are_refused(name: str, depth: int) -> None:
+    with pytest.raises(OptionError, match=f"^{name}: expected at most 64 levels of objects and lists, not ") as error:
+        make_options("demo", **{name: '{"a":' * depth + "1" + "}" * depth})
+    assert len(str(error.value)) < 1200
+
+
+def test_deep_values_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"^allowed_origins: expected at most 64 levels"):
+        make_options("demo", allowed_origins="[" * 3000 + "]" * 3000)
+    endless: dict[str, object] = {}
+    endless["a"] = endless
+    with pytest.raises(OptionError, match=r"^default_chat_template_kwargs: expected at most 64 levels"):
+        make_options("demo", default_chat_template_kwargs=endless)
+    file = tmp_path / "deep.yaml"
+    file.write_text("default-chat-template-kwargs: " + "{a: " * 3000 + "1" + "}" * 3000)
+    with pytest.raises(OptionError, match=f"^--config {file}: expected at most 64 levels"):
+        parse_args(["demo", "--config", str(file)], {})

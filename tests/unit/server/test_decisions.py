@@ -93,6 +93,25 @@ BAD: list[tuple[dict[str, object], str]] = [
 ]
 
 
+def test_json_is_shown_as_text(served: Served) -> None:
+    data = {"type": "input_json", "data": {"city": "Málaga", "days": [1, None]}}
+    listed = {"type": "input_json", "data": [{"rain": True}]}
+    question = {**PREDICATE, "instructions": [listed, {"type": "input_text", "text": "It rains."}]}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "Look:"}, data]}]
+    assert ask(served, question, input=items).status == 200
+    text = served.model.tokenizer.decode(served.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
+    assert 'Look:\n{"city": "Málaga", "days": [1, null]}' in text and '[{"rain": true}]\nIt rains.' in text
+
+
+@pytest.mark.parametrize("data", ["x", None, 3, [1], [{}, "x"]], ids=str)
+def test_json_must_be_objects(served: Served, data: object) -> None:
+    part = {"type": "input_json", "data": data}
+    reply = ask(served, PREDICATE, input=[{"role": "user", "content": [part]}])
+    assert reply.status == 400 and reply.json()["error"]["param"] == "input[0].content[0].data"
+    reply = ask(served, {**PREDICATE, "instructions": [part]})
+    assert reply.status == 400 and reply.json()["error"]["param"] == "questions[0].instructions[0].data"
+
+
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=range(len(BAD)))
 def test_bad_requests(served: Served, fields: dict[str, object], param: str) -> None:
     reply = ask(served, **fields)

@@ -55,6 +55,81 @@ def test_it_ends_when_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch, from_
     asyncio.run(scenario())
 
 
+def test_whitespace_around_a_header_is_no_part_of_its_value() -> None:
+    found: list[tuple[bytes, bytes]] = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        found.extend(scope["headers"])
+        await StartupApp(with_page=False)(scope, receive, send)
+
+    async def scenario() -> None:
+        async with running(app) as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /health HTTP/1.1\r\nx-api-key: \t a key \t \r\nempty:  \r\nconnection: close \r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    asyncio.run(scenario())
+    assert found == [(b"x-api-key", b"a key"), (b"empty", b""), (b"connection", b"close")]
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\nupgrade: h2c\r\n"
+CHUNKED = b"POST /a?b HTTP/1.1\r\nhost: x\r\n" + OFFER + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+SIZED = b"POST /a?b HTTP/1.1\r\nhost: x\r\n" + OFFER + b"content-length: 2\r\n\r\n{}"
+WEBSOCKET = (
+    b"POST /a?b HTTP/1.1\r\nconnection: keep-alive, upgrade\r\nupgrade: websocket\r\ncontent-length: 2\r\n\r\n{}"
+)
+
+
+@pytest.mark.parametrize("size", [1, 60, 10_000])
+@pytest.mark.parametrize("sent", [SIZED, CHUNKED, WEBSOCKET, SIZED * 3], ids=["sized", "chunked", "websocket", "three"])
+def test_offers_of_other_protocols_are_ignored(sent: bytes, size: int) -> None:
+    """Java's HttpClient offers HTTP/2 with its first request, and sends the body with it."""
+    found: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        body = b""
+        while (message := await receive()) and message["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        found.append((scope["method"], scope["path"], body, dict(scope["headers"])))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    last = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+    async def scenario() -> bytes:
+        async with running(app) as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            whole = sent + last
+            for start in range(0, len(whole), size):
+                writer.write(whole[start : start + size])
+                await writer.drain()
+                await asyncio.sleep(0)
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    assert asyncio.run(scenario()).count(b"HTTP/1.1 200 OK") == len(found)
+    *offered, closing = found
+    assert closing[:3] == ("GET", "/last", b"") and len(offered) == sent.count(b"POST")
+    for method, path, body, headers in offered:
+        assert (method, path, body) == ("POST", "/a", b"{}")
+        assert not headers.keys() & {b"upgrade", b"http2-settings"} and b"pgrade" not in headers[b"connection"]
+
+
+def test_a_proxy_is_not_here() -> None:
+    async def scenario() -> None:
+        async with running() as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400")
+            writer.close()
+
+    asyncio.run(scenario())
+
+
 def test_an_idle_connection_outlives_those_of_load_balancers_but_ends_with_a_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

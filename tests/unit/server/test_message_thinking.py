@@ -43,6 +43,7 @@ def prompt_text(served: Served) -> str:
     [
         ({}, "-/False/False"),
         ({"thinking": {"type": "disabled"}}, "none/False/False"),
+        ({"thinking": {"type": "between_tools"}}, "none/False/False"),
         ({"thinking": {"type": "adaptive"}}, "-/-/-"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "-/True/True"),
         ({"output_config": {"effort": "low"}}, "low/False/False"),
@@ -61,7 +62,7 @@ def test_thinking_is_shown_where_it_is_asked_for(served: Served, serve: Serve) -
     for thinking in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 99}):
         content = ask(served, thinking=thinking)["content"]
         assert [block["type"] for block in content] == ["thinking", "text"]
-    for thinking in (None, {"type": "disabled"}):
+    for thinking in (None, {"type": "disabled"}, {"type": "between_tools"}):
         assert ask(served, thinking=thinking)["content"] == [{"type": "text", "text": "Yes."}]
         budget = served.engine.submitted[-1].sampling.thinking
         assert budget is not None and budget.num_tokens == 0, "thinking would cost tokens that nobody sees"

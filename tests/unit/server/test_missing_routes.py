@@ -13,10 +13,16 @@ from support.serving import Served
     [
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
+        ("/openai/v1/chat/completions", "/v1/chat/completions"),
+        ("/anthropic/v1/messages", "/v1/messages"),
+        ("/openai/v1/nowhere", None),
         ("/v1/health", "/health"),
         ("/completion", "/v1/completions"),
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/props", "/status"),
+        ("/get_server_info", "/status"),
+        ("/readyz", "/ready"),
+        ("/v2/chat", "/v1/chat/completions"),
         ("/v1/nowhere", None),
         ("/v1", None),
     ],
@@ -43,8 +49,18 @@ def test_routes_of_ollama_are_answered_with_ours(served: Served, path: str) -> N
         ("POST", "/resume", "SIGTERM"),
         ("POST", "/collective_rpc", "/status"),
         ("POST", "/inference/v1/generate", "/v1/completions"),
+        ("POST", "/apply-template", "/tokenize"),
+        ("POST", "/v1/chat/completions/render", "/tokenize"),
+        ("POST", "/v1/completions/derender", "/detokenize"),
+        ("POST", "/abort_requests", "disconnects"),
+        ("POST", "/start_profile", "--otlp-traces-endpoint"),
+        ("POST", "/v1/audio/transcriptions", "text only"),
+        ("POST", "/v1/conversations", "previous_response_id"),
+        ("POST", "/v1/complete", "/v1/messages"),
+        ("POST", "/openai/deployments/demo/chat/completions?api-version=1", "/v1"),
+        ("POST", "/v1beta/models/demo:generateContent", "/v1/chat/completions"),
     ],
 )
-def test_operations_of_vllm_that_are_missing_are_explained(served: Served, method: str, path: str, hint: str) -> None:
+def test_operations_of_others_that_are_missing_are_explained(served: Served, method: str, path: str, hint: str) -> None:
     reply = fetch(served.app, method, path)
     assert reply.status == 404 and hint in reply.json()["error"]["message"].partition("; ")[2]

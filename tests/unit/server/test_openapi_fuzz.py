@@ -168,7 +168,7 @@ def test_a_stream_is_checked(serve: Callable[..., Served]) -> None:
 def test_every_operation_has_its_turn(server: Server) -> None:
     found = {(method.upper(), path) for path, operations in server.document["paths"].items() for method in operations}
     tried = {("POST", path) for path in STRICT + LENIENT + ALIASES + STORING}
-    tried |= {("GET", path) for path in PROBES + LISTS} | set(OBJECTS)
+    tried |= {("GET", path) for path in PROBES + LISTS} | set(OBJECTS) | {("POST", "/ping")}
     assert found == tried
 
 
@@ -277,8 +277,8 @@ def test_lists(server: Server, path: str, mode: GenerationMode) -> None:
 
 
 def test_probes(server: Server) -> None:
-    for path in PROBES:
-        check_body(server, "GET", path, GenerationMode.POSITIVE, 1, strict=True)
+    for method, path in [*(("GET", path) for path in PROBES), ("POST", "/ping")]:
+        check_body(server, method, path, GenerationMode.POSITIVE, 1, strict=True)
 
 
 def make_objects(server: Server) -> dict[str, str]:

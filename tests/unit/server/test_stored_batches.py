@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from openai.types.batch_usage import BatchUsage
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.sources import make_options
@@ -57,6 +58,37 @@ def test_every_line_has_one_result(serve_batches: Serve) -> None:
 
     run(scenario)
     assert {request.priority for request in served.engine.submitted} == {LOWEST_PRIORITY}
+
+
+TALK = [{"role": "user", "content": "x"}]
+BODIES: dict[str, Json] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 2, "n": 2},
+    "/v1/chat/completions": {"messages": TALK, "max_tokens": 2},
+    "/v1/messages": {"messages": TALK, "max_tokens": 2},
+    "/v1/responses": {"input": "x", "max_output_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_the_usage_is_that_of_all_answers(serve_batches: Serve, url: str) -> None:
+    served = serve_batches()
+    lines = [build_line(number, url=url, body=BODIES[url]) for number in range(4)]
+    lines[1]["body"] = {}
+
+    async def scenario() -> None:
+        created = await create(served, build_input(*lines), endpoint=url)
+        assert created["usage"] is None
+        batch = await wait_for(served, created["id"], "completed")
+        usage = BatchUsage.model_validate(batch["usage"])
+        results = await read_results(served, batch, "output")
+        (one, *_) = [result["response"]["body"]["usage"] for result in results]
+        prompt = one.get("prompt_tokens", 0) + one.get("input_tokens", 0) + one.get("cache_read_input_tokens", 0)
+        completion = one.get("completion_tokens", 0) + one.get("output_tokens", 0)
+        assert len(results) == 3 and prompt > 0 and completion > 0
+        assert (usage.input_tokens, usage.output_tokens) == (3 * prompt, 3 * completion)
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("url", ["/v1/completions", "/v1/messages"])
@@ -142,6 +174,8 @@ def test_a_batch_continues_on_the_next_server(serve_batches: Serve, tmp_path: Pa
         batch = await wait_for(second, found["id"], "completed")
         results = await read_results(second, batch, "output")
         assert sorted(int(one["custom_id"]) for one in results) == list(range(10))
+        usages = [one["response"]["body"]["usage"]["total_tokens"] for one in results]
+        assert batch["usage"]["total_tokens"] == sum(usages), "also of those that the first server answered"
 
     run(finish)
     assert 4 <= num_done < 10 and len(second.engine.submitted) == 10 - num_done

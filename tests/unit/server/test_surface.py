@@ -63,7 +63,7 @@ def test_no_route_changes_the_servers_state(served: Served) -> None:
     texts = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/infill", "/invocations"}
     translated = {"/v1/messages", "/v1/messages/count_tokens"}
     translated |= {f"/v1/responses{end}" for end in ("", "/input_tokens", "/compact")}
-    assert changing == texts | translated | vectors | {"/v1/decisions"}
+    assert changing == texts | translated | vectors | {"/v1/decisions", "/ping"}
 
 
 def test_the_route_that_scales(serve: Serve, served: Served) -> None:
@@ -206,7 +206,7 @@ def test_models(serve: Serve) -> None:
 def test_probes_tell_life_from_readiness(served: Served) -> None:
     assert served.get("/health").status == served.get("/ready").status == 200
     served.engine.ready = False
-    assert served.get("/health").status == 200
+    assert served.get("/health").status == served.get("/ping").status == served.post("/ping", {}).status == 200
     reply = served.get("/ready")
     assert reply.status == 503 and reply.headers["retry-after"]
     reply = served.complete()

@@ -1,0 +1,51 @@
+"""The HTTP parser of a connection, which ignores offers to change the protocol."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import httptools
+
+_OFFER_HEADERS = (b"upgrade", b"http2-settings")
+_OFFER_TOKENS = {b"upgrade", b"http2-settings"}  # in the header Connection
+
+
+class ParsedRequest(Protocol):
+    """What the callbacks of a connection have kept of the request that is being parsed."""
+
+    url: bytes
+    headers: list[tuple[bytes, bytes]]
+
+
+class RequestParser(httptools.HttpRequestParser):
+    """Java's HttpClient, for example, offers HTTP/2 with its first request (`Upgrade: h2c`). A server may ignore that,
+    but the parser takes such a request for the last one, without a body. So its header is parsed again without the
+    offer; `should_upgrade` is true the first time.
+    """
+
+    def __init__(self, connection: ParsedRequest) -> None:
+        super().__init__(connection)
+        self._connection = connection
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # asyncio passes bytes
+        """Raises HttpParserError."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("this is no proxy") from None
+            super().feed_data(self._write_header())
+            self.feed_data(data[upgrade.args[0] :])
+
+    def _write_header(self) -> bytes:
+        connection = self._connection
+        version = self.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.get_method(), connection.url, version)]
+        for name, value in connection.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in _OFFER_TOKENS)
+            if name not in _OFFER_HEADERS:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
