@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-LEAST_DRIVERS = {12: 525, 13: 580}  # major version of CUDA -> lowest driver version that runs all its minor versions
+MIN_DRIVERS = {12: 525, 13: 580}  # major version of CUDA -> lowest driver version that runs all its minor versions
 
 
 class GpuSoftware(NamedTuple):
@@ -49,7 +49,7 @@ def explain_unusable_gpus(software: GpuSoftware) -> str | None:
             f"torch {torch} finds no NVIDIA driver; load it (nvidia-smi tells whether it runs), and start a container "
             "with --gpus all"
         )
-    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0]))
+    least = MIN_DRIVERS.get(int(cuda.partition(".")[0]))
     if least is not None and int(driver.partition(".")[0]) < least:
         return (
             f"torch {torch} is built for CUDA {cuda}, which needs driver {least} or newer, but this host has {driver}; "

@@ -18,8 +18,8 @@ from torch.nn import functional
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 48, 64, 65, 96, 128, 129, 255)  # rows of one call
-MOST_ROWS = 256  # rows in the batch that all others are compared with
-FEWEST_ROWS = 4
+MAX_ROWS = 256  # rows in the batch that all others are compared with
+MIN_ROWS = 4
 START_COST = 25 * 10**7  # multiplications of the largest batch at start: milliseconds
 FIXED_ROWS = (32, 1)  # tried in this order; 32 rows take little longer than one if weights come from memory
 
@@ -76,7 +76,7 @@ class BatchInvarianceChecker:
 def _find_fixed_rows(layer: Layer, kind: LayerKind, batch_size: int | None) -> int | None:
     """Return the number of rows with which to call the layer, or None if any number gives the same bits."""
     if batch_size is None:
-        batch_size = min(max(START_COST // (kind.outputs * kind.inputs), FEWEST_ROWS), MOST_ROWS)
+        batch_size = min(max(START_COST // (kind.outputs * kind.inputs), MIN_ROWS), MAX_ROWS)
     differing = differing_sizes(layer, kind, batch_size)
     if not differing:
         return None

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from serve_llm.kernels.invariance import BatchInvarianceChecker, LayerKind
 
-MOST_ROWS = 256  # per call; arithmetic then bounds the product, so reading weights again is free
-FEWEST_ROWS = 16
+MAX_ROWS = 256  # per call; arithmetic then bounds the product, so reading weights again is free
+MIN_ROWS = 16
 TRIAL_COST = 2 * 10**9  # multiplications of one call: some milliseconds
 
 
@@ -55,16 +55,16 @@ def pack(
     if weight.numel() == 0 or weight.device.type != "cpu":
         return TorchLinear(weight, bias)
     # Limits the time of the test. Only large layers are tested with few rows, which are enough for them.
-    most_rows = few_sizes(min(max(TRIAL_COST // weight.numel(), FEWEST_ROWS), MOST_ROWS))
+    max_rows = few_sizes(min(max(TRIAL_COST // weight.numel(), MIN_ROWS), MAX_ROWS))
     if _onednn_works(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        layer = _FewSizes(_OneDNNLinear(packed, bias), most_rows, multiple=1)
+        layer = _FewSizes(_OneDNNLinear(packed, bias), max_rows, multiple=1)
         route = "oneDNN"
     else:
-        layer = _FewSizes(TorchLinear(weight, bias), most_rows, multiple=16)
+        layer = _FewSizes(TorchLinear(weight, bias), max_rows, multiple=16)
         route = "torch"
     kind = LayerKind(route, weight.shape[0], weight.shape[1], weight.dtype)
-    return (checker or BatchInvarianceChecker()).make_invariant(layer, kind, most_rows)
+    return (checker or BatchInvarianceChecker()).make_invariant(layer, kind, max_rows)
 
 
 def pack_heads(weight: Tensor, *, pack: Callable[[Tensor], Linear] = pack) -> Linear:
@@ -108,16 +108,16 @@ class TorchLinear:
 
 @dataclass(frozen=True)
 class _FewSizes:
-    """Calls a layer with a few numbers of rows only, at most `most_rows`, all multiples of `multiple`."""
+    """Calls a layer with a few numbers of rows only, at most `max_rows`, all multiples of `multiple`."""
 
     layer: Linear
-    most_rows: int
+    max_rows: int
     multiple: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) <= self.most_rows:
+        if len(x) <= self.max_rows:
             return self._piece(x)
-        pieces = [x[start : start + self.most_rows] for start in range(0, len(x), self.most_rows)]
+        pieces = [x[start : start + self.max_rows] for start in range(0, len(x), self.max_rows)]
         return torch.cat([self._piece(piece) for piece in pieces])
 
     def _piece(self, x: Tensor) -> Tensor:

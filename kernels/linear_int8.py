@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.linear import MOST_ROWS, Linear, few_sizes, with_rows
+from serve_llm.kernels.linear import MAX_ROWS, Linear, few_sizes, with_rows
 
 ZERO_POINT = 128
 LARGEST = 127.0  # largest quantised number
@@ -104,9 +104,9 @@ class _Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         y = x.new_empty(rows, self.scale.shape[0])
-        for start in range(0, rows, MOST_ROWS):
-            piece = x[start : start + MOST_ROWS]
-            y[start : start + MOST_ROWS] = self._piece(piece)[: piece.shape[0]]
+        for start in range(0, rows, MAX_ROWS):
+            piece = x[start : start + MAX_ROWS]
+            y[start : start + MAX_ROWS] = self._piece(piece)[: piece.shape[0]]
         return y
 
     def _piece(self, x: Tensor) -> Tensor:

@@ -158,6 +158,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def most_logprobs(self) -> int | None:
+    def max_logprobs(self) -> int | None:
         """The maximum number of logprobs at one position besides the chosen token's; None if none are requested."""
         return None if self.logprobs is None else self.logprobs + len(self.logprob_token_ids or ())

@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 460, 280  # pixels of one chart
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 48, 44  # margins around the area of the line
 PER_ROW = 2
 TITLE_HEIGHT = 36
-MOST_TICKS = 6
+MAX_TICKS = 6
 STYLE = """
 svg { background: #fff; color: #1b1b1f; font: 12px sans-serif; }
 text { fill: currentColor; }
@@ -120,11 +120,11 @@ def _write(parent: Element, x: float, y: float, text: str, anchor: str) -> Eleme
 
 
 def find_ticks(highest: float) -> Iterator[float]:
-    """Yield round tick values from 0 to at least `highest`, at most MOST_TICKS + 1 of them; 0 and 1 for 0."""
+    """Yield round tick values from 0 to at least `highest`, at most MAX_TICKS + 1 of them; 0 and 1 for 0."""
     if highest <= 0:
         yield from (0.0, 1.0)
         return
-    power = 10.0 ** math.floor(math.log10(highest / MOST_TICKS))
-    step = next(power * factor for factor in (1, 2, 5, 10) if highest <= power * factor * MOST_TICKS)
+    power = 10.0 ** math.floor(math.log10(highest / MAX_TICKS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if highest <= power * factor * MAX_TICKS)
     for number in range(math.ceil(round(highest / step, 9)) + 1):
         yield number * step

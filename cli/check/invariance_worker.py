@@ -43,7 +43,7 @@ def try_layers(directory: str) -> InvarianceReport:
             layer = _make_layer(shape, rows_dtype, in_8_bits)
             kind = LayerKind("int8" if in_8_bits else "rows", shape.outputs, shape.inputs, rows_dtype)
             batch_size = min(
-                max(MAX_MULTIPLICATIONS // (shape.outputs * shape.inputs), invariance.FEWEST_ROWS), invariance.MOST_ROWS
+                max(MAX_MULTIPLICATIONS // (shape.outputs * shape.inputs), invariance.MIN_ROWS), invariance.MAX_ROWS
             )
             name = f"{shape.outputs} x {shape.inputs} in {'int8' if in_8_bits else str(rows_dtype)[6:]}"
             if isinstance(layer, PaddedLinear):

@@ -22,7 +22,7 @@ from serve_llm.engine.scheduler.sequence import KVCacheSpec
 ROUTING_BYTES = 20  # per chosen expert: its weight, its number and its position in the order of the experts
 KEY_TILE = 128  # keys per tile, as in `kernels.attention`
 QUERY_TILE = 64
-MOST_EXPERT_ROWS = 1024  # up to which a CPU multiplies the rows of all experts in one call
+MAX_EXPERT_ROWS = 1024  # up to which a CPU multiplies the rows of all experts in one call
 # Head sizes with compiled attention, which allocates only its result, as in `kernels.cpu.library`.
 COMPILED_HEAD_DIMS = range(16, 257, 8)
 COMPILED_LATENT_DIMS = range(16, 1025, 8)
@@ -195,7 +195,7 @@ def _moe_peak(step: LargestStep, moe: MoESpec, hidden_size: int, shard: Shard, r
             expert_peak = _mlp_peak(step, moe.expert, hidden_size, intermediate_size, engines * rows, engines * output)
         peak = expert_outputs + max(expert_peak, 2 * float32_output or output)
         if step.on_cpu and intermediate_size:
-            together = min(outputs_per_token * rows, MOST_EXPERT_ROWS)
+            together = min(outputs_per_token * rows, MAX_EXPERT_ROWS)
             inputs = together * hidden_size * step.element
             together_peak = _mlp_peak(step, moe.expert, hidden_size, intermediate_size, together, inputs)
             peak = max(peak, together_peak, 2 * inputs)

@@ -36,7 +36,7 @@ from serve_llm.engine.worker.kv_cache import KVCacheConfig
 logger = logging.getLogger(__name__)
 
 CUDA_CONTEXT_BYTES = 600 << 20  # estimate: memory that CUDA and its libraries take outside torch's allocator
-MOST_RANKS = 512  # engines with more are not planned
+MAX_RANKS = 512  # engines with more are not planned
 MAX_NODES_TRIED = 16  # when searching for the number of machines that would hold the model
 
 
@@ -196,7 +196,7 @@ class _Planner:
             room = memory // local_ranks
             free = max(0, memory - local_ranks * weights)
             request_bytes = blocks_per_request * empty.block_bytes
-            cache = kv_cache.choose_cpu_cache_bytes(request_bytes, local_ranks, free, empty.most_state_bytes)
+            cache = kv_cache.choose_cpu_cache_bytes(request_bytes, local_ranks, free, empty.max_state_bytes)
         else:
             room = int(memory * config.gpu_memory_utilization) - CUDA_CONTEXT_BYTES
             cache = max(0, room - weights - step)
@@ -346,8 +346,8 @@ def _plan_requested(planner: _Planner, options: EngineOptions, states_layout: bo
     layout = ParallelLayout(options.tensor_parallel_size, options.pipeline_parallel_size)
     if layout.size == 1 and not states_layout:
         return None
-    if layout.size > MOST_RANKS:
-        raise OptionError(f"--tensor-parallel-size x --pipeline-parallel-size: {layout.size} ranks, over {MOST_RANKS}")
+    if layout.size > MAX_RANKS:
+        raise OptionError(f"--tensor-parallel-size x --pipeline-parallel-size: {layout.size} ranks, over {MAX_RANKS}")
     return planner.plan_layout(layout, options.tensor_parallel_split, options.pipeline_parallel_layers)
 
 

@@ -16,7 +16,7 @@ from serve_llm.engine.worker.kv_cache import format_bytes
 PlanAgain = Callable[[EngineOptions, HardwareOptions, bool], MemoryPlan]
 """Plan with these options and hardware; the last argument is `states_layout` of `build_plan`. Raises ServeError."""
 MAX_LENGTHS_TRIED = 6
-MOST_STEPS = 16  # how many numbers of engines are tried one by one
+MAX_STEPS = 16  # how many numbers of engines are tried one by one
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class _Search:
         return None
 
     def run_fewer_engines(self, plan: MemoryPlan) -> Remedy | None:
-        """The largest number of data-parallel engines that fit; above MOST_STEPS, only approximately."""
+        """The largest number of data-parallel engines that fit; above MAX_STEPS, only approximately."""
         engines = plan.config.data_parallel_size
         while engines > 1:
-            engines = engines - 1 if engines <= MOST_STEPS else max(MOST_STEPS, engines * 3 // 4)
+            engines = engines - 1 if engines <= MAX_STEPS else max(MAX_STEPS, engines * 3 // 4)
             change: dict[str, object] = {"data_parallel_size": engines}
             if (found := self.try_change(f"lower --data-parallel-size to {engines}", change)) is not None:
                 return found

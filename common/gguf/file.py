@@ -19,7 +19,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 LONGEST_ARRAY = 1 << 24  # in entries; vocabularies have fewer
 LONGEST_NAME = 1 << 16
-MOST_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 LARGEST_DIMENSION = 1 << 40
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -116,8 +116,8 @@ class _Header:
         if version not in VERSIONS:
             hint = "of big-endian byte order" if version >> 16 else f"of version {version}"
             raise ModelError(f"{self._path} is a GGUF file {hint}; versions 2 and 3 in little-endian order are read")
-        num_tensors = self._count("number of tensors", least_bytes=24)
-        num_keys = self._count("number of metadata keys", least_bytes=12)
+        num_tensors = self._count("number of tensors", min_bytes=24)
+        num_keys = self._count("number of metadata keys", min_bytes=12)
         metadata: dict[str, object] = {}
         for _ in range(num_keys):
             self._what = f"the metadata key after {next(reversed(metadata), 'the header')}"
@@ -139,7 +139,7 @@ class _Header:
     def _describe_tensor(self) -> tuple[StorageType, tuple[int, ...], int]:
         """Type, shape and offset."""
         num_dimensions = self._number("I")
-        if not 1 <= num_dimensions <= MOST_DIMENSIONS:
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self._invalid(f"has {num_dimensions} dimensions")
         sizes = tuple(self._number("Q") for _ in range(num_dimensions))
         if not all(1 <= size <= LARGEST_DIMENSION for size in sizes):
@@ -195,10 +195,10 @@ class _Header:
         found: int = number  # or a float or a bool, for metadata
         return found
 
-    def _count(self, what: str, least_bytes: int) -> int:
+    def _count(self, what: str, min_bytes: int) -> int:
         """Read a number of items. Raises ModelError if the rest of the file is too short for that many."""
         count = self._number("Q")
-        if count * least_bytes > len(self._content) - self._position:
+        if count * min_bytes > len(self._content) - self._position:
             raise ModelError(f"{self._path}: {what}: {count} do not fit in the file; is it cut short?")
         return count
 

@@ -14,7 +14,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.file import GGUFFile, StoredTensor, read_gguf
 
 _NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-MOST_PARTS = 9999
+MAX_PARTS = 9999
 
 
 def list_parts(path: Path) -> list[Path]:
@@ -22,7 +22,7 @@ def list_parts(path: Path) -> list[Path]:
     ModelError if one is missing."""
     match = _NAME.fullmatch(path.name)
     count = int(match["count"]) if match is not None else 1
-    if match is None or not 1 <= count <= MOST_PARTS:
+    if match is None or not 1 <= count <= MAX_PARTS:
         return [path]
     paths = [path.with_name(name_part(match["stem"], number, count)) for number in range(1, count + 1)]
     missing = [part.name for part in paths if not part.is_file()]

@@ -6,8 +6,8 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.speculative import PROMPT_LOOKUP, SpeculativeConfig
 
 # With more sequences, a step without drafts uses the processor well already, and a draft delays all of them.
-MOST_SEQUENCES = 2
-DEFAULT_SPECULATION = SpeculativeConfig(method=PROMPT_LOOKUP, disable_by_batch_size=MOST_SEQUENCES)
+MAX_SEQUENCES = 2
+DEFAULT_SPECULATION = SpeculativeConfig(method=PROMPT_LOOKUP, disable_by_batch_size=MAX_SEQUENCES)
 ON_MESSAGE = (
     "Prompt lookup is on: with at most %d requests at a time, a step also verifies tokens that followed an earlier "
     "occurrence of the latest ones; the output is the same. --speculative-config none turns it off"

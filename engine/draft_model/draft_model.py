@@ -20,7 +20,7 @@ from serve_llm.engine.worker.kv_cache import KVCacheConfig
 ComputeStep = Callable[[SchedulerOutput], Items[RunnerOutput]]
 
 STEP_WEIGHT = 0.1  # weight of the latest step in `step_seconds`
-MOST_NEW_IDS = 2  # per request, in a step that takes as long as one more draft
+MAX_NEW_IDS = 2  # per request, in a step that takes as long as one more draft
 
 
 class DraftModel:
@@ -124,6 +124,6 @@ class DraftModel:
 
     def _observe(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         self._budget.observe(num_tokens, seconds)
-        if num_tokens <= MOST_NEW_IDS * num_sequences:
+        if num_tokens <= MAX_NEW_IDS * num_sequences:
             weight = STEP_WEIGHT if self.step_seconds else 1.0
             self.step_seconds += weight * (seconds - self.step_seconds)

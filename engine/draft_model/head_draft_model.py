@@ -24,7 +24,7 @@ from serve_llm.engine.model.draft_head import DraftHead
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
 
-MOST_WAITING = 64  # waiting states per request; larger amounts are computed at once
+MAX_WAITING = 64  # waiting states per request; larger amounts are computed at once
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class HeadDraftModel(DraftModel):
         if not len(rows):
             return
         waiting.rows = torch.cat((waiting.rows, self._head.fuse(rows.to(self._device))))
-        if len(waiting.rows) >= MOST_WAITING:
+        if len(waiting.rows) >= MAX_WAITING:
             self._catch_up(sequence, waiting)
 
     def forget(self, request_id: int) -> None:

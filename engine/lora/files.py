@@ -95,11 +95,11 @@ def read_adapter(
 
 
 def read_files(
-    directory: Path, most_config_bytes: int | None = None, most_weight_bytes: int | None = None
+    directory: Path, max_config_bytes: int | None = None, max_weight_bytes: int | None = None
 ) -> AdapterFiles:
     """Raises AdapterError if the files cannot be read or are too large."""
-    config = _read(directory / CONFIG, most_config_bytes)
-    return AdapterFiles(config, _read(directory / WEIGHTS, most_weight_bytes))
+    config = _read(directory / CONFIG, max_config_bytes)
+    return AdapterFiles(config, _read(directory / WEIGHTS, max_weight_bytes))
 
 
 def parse_adapter(

@@ -16,7 +16,7 @@ from serve_llm.engine.model.spec import ModelSpec
 # As written into config.json by EAGLE's authors, SpecForge and vLLM's converters.
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 NUM_STATES = 3  # hidden states of each token that a head reads
-FEWEST_LAYERS = 3
+MIN_LAYERS = 3
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_CONFIG = "transformer_layer_config"  # only in the format of the library speculators
 SPECULATORS_KEYS = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", LAYER_IDS)
@@ -52,7 +52,7 @@ def read_eagle(raw: Mapping[str, object], target: ModelSpec) -> tuple[ModelSpec,
     config = ConfigReader(raw)
     config.only("num_hidden_layers", 1)
     spec = llama.read_plain(config, str(architecture))
-    if len(target.layers) < FEWEST_LAYERS:
+    if len(target.layers) < MIN_LAYERS:
         raise ModelError(f"it reads three layers of the served model, which has {len(target.layers)}")
     eagle = EagleSpec(
         target_hidden_size=config.integer("target_hidden_size", spec.hidden_size),

@@ -13,7 +13,7 @@ from functools import cache
 
 Placement = tuple[tuple[int, ...], ...]  # by rank: the expert of each slot; every expert has at least one
 
-LEAST_GAIN = 0.05  # minimum gain, as a fraction of the busiest rank's rows, for which moving weights is worthwhile
+MIN_GAIN = 0.05  # minimum gain, as a fraction of the busiest rank's rows, for which moving weights is worthwhile
 STAY_FACTOR = 1.02  # a rank keeps an expert if it has at most this many times the rows of the least busy rank
 
 
@@ -56,7 +56,7 @@ def balance(placement: Placement, rows: Sequence[int], first: int) -> Placement:
     # Experts with copies come first, while there are still enough different ranks for the copies.
     shares.sort(key=lambda share: (copies[share[1]] == 1, -share[0], share[1]))
     packed = _pack(placement, shares, first)
-    limit = (1 - LEAST_GAIN) * max(count_rows(placement, rows, first))
+    limit = (1 - MIN_GAIN) * max(count_rows(placement, rows, first))
     if not any(rows) or packed is None or max(count_rows(packed, rows, first)) > limit:
         return placement
     return tuple(_keep_slots(before, after) for before, after in zip(placement, packed, strict=True))

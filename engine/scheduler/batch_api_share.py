@@ -7,13 +7,13 @@ class BatchApiShare:
     """One token per TOKENS_OF_OTHERS tokens of other requests: batches make progress and barely slow the others.
 
     A step that computes prompts of others, or ids that a grammar forces, gets no tokens of batches, because clients
-    wait for the ids that follow: the tokens are saved for later steps. After MOST_SKIPPED such steps in a row, the next
+    wait for the ids that follow: the tokens are saved for later steps. After MAX_SKIPPED such steps in a row, the next
     one gets them anyway. Counts of tokens decide, not clocks, so that results and their order do not depend on time.
     """
 
     TOKENS_OF_OTHERS = 8
     MAX_SAVED = 16  # tokens, so that no single step grows much
-    MOST_SKIPPED = 8  # steps in a row
+    MAX_SKIPPED = 8  # steps in a row
 
     def __init__(self, max_saved: int = MAX_SAVED) -> None:
         """max_saved: limit on saved tokens; more than MAX_SAVED only if a prompt must be computed in one step."""
@@ -28,7 +28,7 @@ class BatchApiShare:
 
     def add(self, num_others: int, is_decode: bool) -> None:
         """Count the tokens of other requests in a step. is_decode: whether an id is sampled after each."""
-        is_skipped = not is_decode and self._num_skipped < self.MOST_SKIPPED
+        is_skipped = not is_decode and self._num_skipped < self.MAX_SKIPPED
         self._num_skipped = self._num_skipped + 1 if is_skipped else 0
         self._earned = min(self._earned + num_others, self._max_saved * self.TOKENS_OF_OTHERS)
 

@@ -92,8 +92,8 @@ class TextDrafters:
     long enough. After drafts of which nothing was accepted, a sequence has none for a number of ids that doubles, so
     that misleading text costs little even if the costs are wrong."""
 
-    MOST_SKIPPED = 8  # ids without a lookup
-    MOST_FAILURES = 6  # beyond which the wait does not grow, so that each right draft still halves it
+    MAX_SKIPPED = 8  # ids without a lookup
+    MAX_FAILURES = 6  # beyond which the wait does not grow, so that each right draft still halves it
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class TextDrafters:
         if drafter.proposed[0] == token_ids[drafter.num_ids]:
             drafter.num_failures = max(0, drafter.num_failures - 1)
             return
-        drafter.num_failures = min(self.MOST_FAILURES, drafter.num_failures + 1)
+        drafter.num_failures = min(self.MAX_FAILURES, drafter.num_failures + 1)
         drafter.next_lookup = len(token_ids) + 2**drafter.num_failures
 
     def _look_up(self, drafter: TextDrafter, token_ids: Items[int]) -> None:
@@ -150,4 +150,4 @@ class TextDrafters:
         drafter.proposed, drafter.match_length = drafter.proposer.propose(token_ids, self._num_tokens)
         drafter.num_ids = len(token_ids)
         num_missing = self.min_match_length - drafter.match_length
-        drafter.next_lookup = drafter.num_ids + max(1, min(self.MOST_SKIPPED, num_missing))
+        drafter.next_lookup = drafter.num_ids + max(1, min(self.MAX_SKIPPED, num_missing))

@@ -187,8 +187,8 @@ class PrefixCache:
         if not offload.is_memory_faster(self._blocks_per_token):
             return []
         longest = self._find(sequence, self._is_in_reach)
-        most_tokens = int(offload.max_reads / self._blocks_per_token)
-        longest = min(longest, (hit + most_tokens) // self._hit_step * self._hit_step)
+        max_tokens = int(offload.max_reads / self._blocks_per_token)
+        longest = min(longest, (hit + max_tokens) // self._hit_step * self._hit_step)
         if longest <= hit or not offload.is_store_faster(self._blocks_per_token):
             return []
         started: list[BlockKey] = []

@@ -10,7 +10,7 @@ from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.block_pool import BlockPool
 from serve_llm.engine.scheduler.policy import WaitingQueue
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
-from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence, most_blocks
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, Sequence, max_blocks
 
 
 class RunningSequences:
@@ -56,7 +56,7 @@ class RunningSequences:
 
     def _can_hold(self, sequence: Sequence, cached: Items[Items[int]]) -> bool:
         """cached: tables of its cached prefix."""
-        num_needed = sum(most_blocks(group, len(sequence.token_ids), self._max_chunk) for group in self._groups)
+        num_needed = sum(max_blocks(group, len(sequence.token_ids), self._max_chunk) for group in self._groups)
         return num_needed - self._prefix_cache.count_shared(cached) <= self._pool.num_free
 
     def has_blocks(self, sequence: Sequence, count: int) -> bool:

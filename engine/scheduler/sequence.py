@@ -28,7 +28,7 @@ class KVCacheSpec:
         return self.window if self.chunked else None
 
 
-def most_blocks(group: KVCacheSpec, num_tokens: int, max_chunk: int) -> int:
+def max_blocks(group: KVCacheSpec, num_tokens: int, max_chunk: int) -> int:
     """Maximum number of blocks that a sequence of `num_tokens` holds in a group, with at most `max_chunk` tokens per
     step."""
     if group.window is not None:  # the window, the chunk being computed, and a block partly outside

@@ -21,7 +21,7 @@ from serve_llm.engine.scheduler.drafters import FIRST_RATE, Drafter, DraftPropos
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.scheduler.step_costs import DraftPause, StepCosts
 
-LEAST_RATE = 0.1  # below this acceptance rate, drafts are not worth a row even if rows are free
+MIN_RATE = 0.1  # below this acceptance rate, drafts are not worth a row even if rows are free
 
 
 class BatchDraftProposer(Protocol):
@@ -138,7 +138,7 @@ def count_worthwhile(
     while count < most:
         chance *= find_acceptance(count)
         gain = chance * (1.0 - cost) - waste_weight * (1.0 - chance) * cost
-        if gain < 0.0 or chance < LEAST_RATE:
+        if gain < 0.0 or chance < MIN_RATE:
             break
         left -= gain
         saved += chance - cost

@@ -7,10 +7,10 @@ class _RecentLine:
     """A straight line through recent points, close to their median: the distance of an outlier is limited, because
     another process on the machine may delay a step."""
 
-    MOST_DEVIATIONS = 2.0  # distance limit, as a multiple of the mean distance
+    MAX_DEVIATIONS = 2.0  # distance limit, as a multiple of the mean distance
     DEVIATION_WEIGHT = 0.05  # weight of the latest point in the mean distance
-    LEAST_DEVIATION = 0.05  # share of the scale
-    LEAST_VARIANCE = 0.1  # least variance of x for which there is a slope
+    MIN_DEVIATION = 0.05  # share of the scale
+    MIN_VARIANCE = 0.1  # least variance of x for which there is a slope
 
     def __init__(self, memory: float) -> None:
         """memory: weight of a point relative to the next one."""
@@ -27,7 +27,7 @@ class _RecentLine:
         """scale: the order of magnitude of y."""
         if self.num_points:
             distance = y - self.predict(x)
-            most = self.MOST_DEVIATIONS * max(self._deviation, self.LEAST_DEVIATION * scale)
+            most = self.MAX_DEVIATIONS * max(self._deviation, self.MIN_DEVIATION * scale)
             y -= distance - max(-most, min(most, distance))
             # Far points widen the limit, so that the line follows when times change for good.
             self._deviation += self.DEVIATION_WEIGHT * (min(abs(distance), 3 * most) - self._deviation)
@@ -52,7 +52,7 @@ class _RecentLine:
     @property
     def slope(self) -> float | None:
         """None until points of different x have been seen."""
-        return self._covariance / self._variance if self._variance >= self.LEAST_VARIANCE else None
+        return self._covariance / self._variance if self._variance >= self.MIN_VARIANCE else None
 
     def predict(self, x: float) -> float:
         return self.mean_y + (self.slope or 0.0) * (x - self.mean_x)
@@ -69,8 +69,8 @@ class StepCosts:
     UNKNOWN = 0.2  # cost of a draft until it is known
     FEW = 4  # number of steps of a kind after which their times are trusted
     COMPARE_AFTER = 32  # number of consecutive steps with drafts after which one without is due
-    MOST_FIXED = 0.25  # share of a step; larger costs are measurement errors, or lead to a pause
-    MOST_LONGER = 1.0  # share of a step; longer delays have other causes
+    MAX_FIXED = 0.25  # share of a step; larger costs are measurement errors, or lead to a pause
+    MAX_LONGER = 1.0  # share of a step; longer delays have other causes
     FORGET = 0.005  # share of these costs dropped after a step without drafts: errors must not prevent drafts forever
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class StepCosts:
         excess = seconds / expected - 1.0
         self._excess.observe(num_drafts, excess, 1.0)
         self._split_excess(num_sequences)
-        return min(self.MOST_LONGER, excess)
+        return min(self.MAX_LONGER, excess)
 
     @property
     def is_comparison_due(self) -> bool:
@@ -112,7 +112,7 @@ class StepCosts:
 
     def find_fixed_cost(self, num_sequences: int) -> float:
         """Return the cost of a step with drafts apart from that of each draft."""
-        return min(self.MOST_FIXED, self._fixed_share) * num_sequences
+        return min(self.MAX_FIXED, self._fixed_share) * num_sequences
 
     def _split_excess(self, num_sequences: int) -> None:
         """Divide the mean extra time into a fixed part and one per draft, neither of them negative."""
@@ -129,7 +129,7 @@ class DraftPause:
     """Stops lookups and drafts for a while when they have not paid off, longer each time, and then tries again."""
 
     MEMORY = 0.97  # weight of a step relative to the next one
-    LEAST_GAIN = 0.03  # share of a step: sequences without drafts must not be delayed by less
+    MIN_GAIN = 0.03  # share of a step: sequences without drafts must not be delayed by less
     FREE = 0.005  # share of a step that drafts may cost regardless of their savings
     TRIAL = 8  # steps with drafts after which they are judged
     LONGEST_TRIAL = 64  # steps after which they are judged in any case
@@ -173,7 +173,7 @@ class DraftPause:
         self._cost = self.MEMORY * self._cost + cost
         if self._num_drafted < self.TRIAL and self._num_steps < self.LONGEST_TRIAL:
             return
-        if self._cost > self.FREE * self._weight and self._saved - self._cost < self.LEAST_GAIN * self._weight:
+        if self._cost > self.FREE * self._weight and self._saved - self._cost < self.MIN_GAIN * self._weight:
             self._num_left = self._length
             self._length = min(self.LONGEST, self.GROWTH * self._length)
             self._start_trial()

@@ -12,16 +12,16 @@ import ctypes
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 # Bytes that a process keeps at the end of its heap, enough for the intermediate results of a step of a small model.
-MOST_KEPT = 128 << 20
+MAX_KEPT = 128 << 20
 LARGEST_KEPT = 32 << 20  # bytes of a tensor, the most that glibc allows; larger ones always get new pages
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, up to MOST_KEPT. Call after the weights are loaded. Without glibc, this does
+    """Let this process keep what it frees, up to MAX_KEPT. Call after the weights are loaded. Without glibc, this does
     nothing."""
     if mallopt := _find("mallopt"):
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
+        mallopt(M_TRIM_THRESHOLD, MAX_KEPT)
 
 
 def return_freed_memory() -> None:

@@ -26,7 +26,7 @@ from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import KVGroup, ModelSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm import ShmHandle
-from serve_llm.engine.scheduler.sequence import KVCacheSpec, most_blocks
+from serve_llm.engine.scheduler.sequence import KVCacheSpec, max_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class KVCacheConfig:
         return self.num_blocks * self.block_bytes + (self.num_states + self.num_snapshots) * self.state_bytes
 
     @property
-    def most_state_bytes(self) -> int:
+    def max_state_bytes(self) -> int:
         """Bytes of as many states and snapshots as there may be."""
         return (self.max_states + self.max_snapshots) * self.state_bytes
 
@@ -84,7 +84,7 @@ class KVCacheConfig:
 
     def blocks_per_request(self, num_tokens: int, max_chunk: int) -> int:
         """Maximum number of blocks that one request of `num_tokens` holds at a time."""
-        return sum(most_blocks(group, num_tokens, max_chunk) for group in self.groups)
+        return sum(max_blocks(group, num_tokens, max_chunk) for group in self.groups)
 
 
 @dataclass(frozen=True)

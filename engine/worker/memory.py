@@ -24,7 +24,7 @@ from serve_llm.kernels.held_tensors import find_tensors
 from serve_llm.kernels.huge_pages import use_huge_pages
 
 NO_STATES: Mapping[int, int] = MappingProxyType({})
-LEAST_CAPABILITY = (8, 0)  # the lowest that kernels are compiled for
+MIN_CAPABILITY = (8, 0)  # the lowest that kernels are compiled for
 FP8_CACHE_CAPABILITIES = ((8, 9), (9, 0))
 
 
@@ -33,10 +33,10 @@ def check_capability(device: torch.device) -> None:
     if device.type != "cuda" or torch.version.hip is not None:
         return
     found = torch.cuda.get_device_capability(device)
-    if found < LEAST_CAPABILITY:
+    if found < MIN_CAPABILITY:
         raise CapacityError(
             f"--device: this GPU has compute capability {found[0]}.{found[1]}, but the kernels need "
-            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or more, such as an A100; use --device cpu"
+            f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or more, such as an A100; use --device cpu"
         )
 
 

@@ -303,7 +303,7 @@ class Worker:
                 return plan(config.kv_cache_memory)
             num_blocks = empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
             request_bytes = num_blocks * empty.block_bytes
-            return plan(kv_cache.choose_cpu_cache_bytes(request_bytes, local_ranks, free, empty.most_state_bytes))
+            return plan(kv_cache.choose_cpu_cache_bytes(request_bytes, local_ranks, free, empty.max_state_bytes))
         one_block = replace(empty, num_blocks=1)  # holds all tokens of the measured steps
         adapter_bytes = self._adapter_bytes
         if self._adapters is not None:

@@ -28,7 +28,7 @@ CODES = 16  # upper bytes that a panel's codes stand for, with the sign: see com
 QUAD_INPUTS = 8  # inputs that are compressed together, into three words of 32 bits
 OUTPUT_QUAD_WORDS = 3  # words of 32 bits that one output's quad takes
 RARE_PART = 256  # one weight of so many may have no code
-MOST_INPUTS = 1 << 19  # that a compressed weight can have: bytes of a panel are numbered by 24 bits
+MAX_INPUTS = 1 << 19  # that a compressed weight can have: bytes of a panel are numbered by 24 bits
 
 
 class Product(ctypes.Structure):
@@ -112,7 +112,7 @@ class Packer:
         """rows: (outputs,) addresses of bfloat16 numbers.
 
         Returns None if this variant does not compress, or if too many numbers have no code."""
-        if not self.compresses or inputs > MOST_INPUTS:
+        if not self.compresses or inputs > MAX_INPUTS:
             return None
         panels = -(-len(rows) // (2 * self.columns)) * 2
         threads = torch.get_num_threads()

@@ -23,7 +23,7 @@ from serve_llm.kernels.linear import Linear
 
 Arguments = TypeVar("Arguments", Product, GroupedProduct)
 MultiplyRows = Callable[[Tensor, Tensor], Tensor]  # see `_LinearBatch.__call__`
-MOST_ROWS = 1024  # with more, products take much longer than their calls, and the rows of all experts more memory
+MAX_ROWS = 1024  # with more, products take much longer than their calls, and the rows of all experts more memory
 
 
 class ExpertPacker:
@@ -156,7 +156,7 @@ class _BatchedExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         tokens, top_k = experts.shape
-        if tokens * top_k > MOST_ROWS or (self._adapters is not None and self._adapters.is_used):
+        if tokens * top_k > MAX_ROWS or (self._adapters is not None and self._adapters.is_used):
             return self._one_by_one(x, weights, experts)
         order, numbers, bounds = self._packer.sort_by_expert(experts, self._local_experts)
         rows = self._first(x[numbers], bounds)

@@ -31,7 +31,7 @@ UNROLLED_STEPS = 2  # per iteration of a single row's loop, whose loads Triton w
 INVARIANT_ROWS = 64
 ADDED_COLUMNS = 256  # per program that adds the parts of sums
 UNPACKED_COLUMNS = 128  # per program that unpacks
-MOST_ROWS = 1024  # per call with splits, whose parts take memory
+MAX_ROWS = 1024  # per call with splits, whose parts take memory
 UNPACKED_ROWS = 513  # rows from which a weight is unpacked first; captured steps that contain prompts have fewer
 
 
@@ -71,7 +71,7 @@ class GroupQuantLinear:
         else:
             tile = Tile.for_rows(len(x))
             splits = choose_splits(self.weight, tile, len(x), FEW_ROWS_PROGRAMS if len(x) <= FEW_ROWS else PROGRAMS)
-        at_once = max(len(x), 1) if splits == 1 else MOST_ROWS
+        at_once = max(len(x), 1) if splits == 1 else MAX_ROWS
         for start in range(0, len(x), at_once):
             self._multiply(x[start : start + at_once], y[start : start + at_once], tile, splits)
         return y

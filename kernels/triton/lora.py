@@ -22,9 +22,9 @@ from serve_llm.kernels.triton.product import dot
 ROWS = 16  # rows per block: the fewest that a product takes
 SPLIT = 1024  # inputs that one program of `_shrink` sums
 DEPTH_BYTES = 256  # bytes of a row that it loads at a time
-MOST_COLUMNS = 64  # columns per program of `_shrink`
+MAX_COLUMNS = 64  # columns per program of `_shrink`
 OUTPUTS = 64  # outputs per program of `_expand`
-MOST_ROWS = 1024  # in a call, whose parts of sums take memory
+MAX_ROWS = 1024  # in a call, whose parts of sums take memory
 
 
 class TritonLoRASlots:
@@ -75,15 +75,15 @@ class TritonLoRASlots:
     def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
         assert y.stride(1) == 1 or y.shape[1] == 1, "a copy would be changed"
         x = x if x.stride(1) == 1 else x.contiguous()
-        for start in range(0, len(x), MOST_ROWS):
-            end = start + MOST_ROWS
+        for start in range(0, len(x), MAX_ROWS):
+            end = start + MAX_ROWS
             self._add(y[start:end], x[start:end], slots[start:end])
 
     def _add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
         rows = len(x)
         columns, inputs = self._down.shape[1:]
         outputs = self._up.shape[1]
-        width = min(MOST_COLUMNS, max(16, triton.next_power_of_2(columns)))
+        width = min(MAX_COLUMNS, max(16, triton.next_power_of_2(columns)))
         column_tiles = triton.cdiv(columns, width)
         splits = triton.cdiv(inputs, SPLIT)
         blocks = triton.cdiv(rows, ROWS)

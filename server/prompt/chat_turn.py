@@ -263,4 +263,4 @@ def _build_thinking_budget(turn: ChatTurn, reply: ReplyFormat, model: ServedMode
 
 def _count_tokens_with_logprobs(params: SamplingParams, max_logprobs: int) -> int:
     """Tokens per choice whose log-probabilities fit the limit: the default of max_tokens if there is no other limit."""
-    return max(1, max_logprobs // (((params.most_logprobs or 0) + 1) * params.n))
+    return max(1, max_logprobs // (((params.max_logprobs or 0) + 1) * params.n))

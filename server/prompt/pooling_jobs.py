@@ -204,7 +204,7 @@ class _Texts:
         texts = [(query.text, document.text) for query, document in pairs]
         if not model.vectors.has_token_classes:
             return self._encode(texts)
-        prompts = encode_reranker_prompts(model.tokenizer, texts, instruction, self._most_tokens, self._side)
+        prompts = encode_reranker_prompts(model.tokenizer, texts, instruction, self._token_limit, self._side)
         return [(ids, None) for ids in prompts]
 
     def cut_all(self, texts: Sequence[NamedText], max_tokens: int | None) -> list[NamedText]:
@@ -225,16 +225,16 @@ class _Texts:
         model = self._context.model
         if model.vectors.lowercase:
             texts = [(text.lower(), None if second is None else second.lower()) for text, second in texts]
-        encoded = model.tokenizer.encode_truncated(texts, self._most_tokens, self._side, self._adds_special_tokens)
+        encoded = model.tokenizer.encode_truncated(texts, self._token_limit, self._side, self._adds_special_tokens)
         eos_id = model.tokenizer.eos_id
         if not model.vectors.adds_eos or not self._adds_special_tokens or eos_id is None:
             return encoded
         return [
-            (ids if ids[-1:] == [eos_id] else [*ids[: self._most_tokens - 1], eos_id], start) for ids, start in encoded
+            (ids if ids[-1:] == [eos_id] else [*ids[: self._token_limit - 1], eos_id], start) for ids, start in encoded
         ]
 
     @property
-    def _most_tokens(self) -> int:
+    def _token_limit(self) -> int:
         """Return the maximum tokens of a text, special tokens included; longer texts are cut."""
         return self._max_tokens if self._is_cut else UNLIMITED
 

@@ -64,7 +64,7 @@ class ResponseBuilder(ABC):
         self.continuous_usage = parsed.continuous_usage  # every event has the usage so far
         self._request = parsed.request
         self._return_token_ids = parsed.return_token_ids
-        self._num_logprobs = parsed.request.params.most_logprobs
+        self._num_logprobs = parsed.request.params.max_logprobs
         self._meta = meta
         self._opening_text = parsed.opening_text
         self._custom_tools = parsed.tool_items

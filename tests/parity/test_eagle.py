@@ -61,7 +61,7 @@ def llama(root: Path) -> Case:
 def test_its_guesses_are_those_of_a_plain_implementation(
     how: dict[str, object], norm_before_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # drafts of a random head are wrong
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)  # drafts of a random head are wrong
     make_checkpoint(tmp_path / "served", "llama", num_hidden_layers=5)
     served = Served(tmp_path / "served")
     head = build_head(served, 97, norm_before_residual=norm_before_residual)
@@ -207,7 +207,7 @@ def test_it_saves_steps(llama: Case) -> None:
 def test_a_prompt_whose_start_is_cached(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head reuses what it has computed for the same prompt. If there is nothing, it begins after the cached
     part."""
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # accept as many drafts each time
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)  # accept as many drafts each time
     prompt = list(range(3, 300, 3))
     requests = [
         EngineCoreRequest(id=number, prompt_ids=prompt, sampling=Sampling(max_tokens=12, seed=1, temperature=0.0))

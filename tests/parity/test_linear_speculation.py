@@ -156,7 +156,7 @@ def test_drafts_of_a_small_model(case: Case, tmp_path: Path) -> None:
 @pytest.mark.pairs("draft head + linear attention")
 @pytest.mark.parametrize("how", mostly_slow(HOWS, ["two ranks", "two stages", "bfloat16"]))
 def test_drafts_of_the_mtp_layer(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # drafts of a random layer are wrong
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)  # drafts of a random layer are wrong
     make_mtp_checkpoint(tmp_path, "qwen3_next")
     requests = make_requests(331)
     expected = generate(make_engine(tmp_path, **(OFF | HOWS[how])), requests)
@@ -167,7 +167,7 @@ def test_drafts_of_the_mtp_layer(how: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_drafts_of_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)
     make_checkpoint(tmp_path / "model", "qwen3_next")
     head = write_head(build_head(Served(tmp_path / "model"), 97), tmp_path / "head")
     requests = make_requests(331)

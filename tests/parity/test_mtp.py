@@ -70,7 +70,7 @@ HOWS_TO_GUESS: dict[str, dict[str, object]] = {
 def test_its_guesses_are_those_of_a_plain_implementation(
     family: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # drafts of a random layer are wrong
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)  # drafts of a random layer are wrong
     layer = make_mtp_checkpoint(tmp_path, family)
     engine = draft_freely(make_engine(tmp_path, **ON, **HOWS_TO_GUESS[how], dtype="float32"))
     found = record_guesses(engine)
@@ -152,7 +152,7 @@ def test_as_on_a_gpu(deepseek: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_stored_as_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in published DeepSeek-V3 checkpoints, the MTP layer is in blocks too, except for its projection."""
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)
     make_mtp_checkpoint(tmp_path / "plain", "deepseek_v3")
     pack_checkpoint(tmp_path, "fp8-native", lambda name: is_linear(name) and "eh_proj" not in name)
     request = EngineCoreRequest(

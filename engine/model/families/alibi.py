@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_HEADS = 65536  # each head is a list entry before any weight is read
+MAX_HEADS = 65536  # each head is a list entry before any weight is read
 
 
 def compute_slopes(num_heads: int, largest_exponent: float = 8.0) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.alibi import MOST_HEADS, compute_slopes
+from serve_llm.engine.model.families.alibi import MAX_HEADS, compute_slopes
 from serve_llm.engine.model.families.falcon import NAMES, OUTSIDE
 from serve_llm.engine.model.families.gpt_neox import FFN
 from serve_llm.engine.model.families.names import PRE_NORMS, weights
@@ -19,7 +19,7 @@ DEFAULT_CONTEXT = 2048  # BLOOM's training length in tokens; transformers writes
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (BloomConfig), except that the sizes must be there."""
     width = config.integer(_choose_key(config, "hidden_size", "n_embed"))
-    heads = config.integer(_choose_key(config, "n_head", "num_attention_heads"), highest=MOST_HEADS)
+    heads = config.integer(_choose_key(config, "n_head", "num_attention_heads"), highest=MAX_HEADS)
     if width % heads:
         raise ModelError(f"config.json: hidden_size {width} is not a multiple of n_head {heads}")
     config.refuse("apply_residual_connection_post_layernorm")

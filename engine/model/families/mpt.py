@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.alibi import MOST_HEADS, compute_slopes
+from serve_llm.engine.model.families.alibi import MAX_HEADS, compute_slopes
 from serve_llm.engine.model.families.names import QKV, Names, weights
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
@@ -27,7 +27,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     transformers does not read expansion_ratio and alibi_bias_max; MosaicML's code does, and so does this function.
     """
     width = config.integer("d_model")
-    heads = config.integer("n_heads", highest=MOST_HEADS)
+    heads = config.integer("n_heads", highest=MAX_HEADS)
     if width % heads:
         raise ModelError(f"config.json: d_model {width} is not a multiple of n_heads {heads}")
     config.only("no_bias", True, None)

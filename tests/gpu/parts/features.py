@@ -77,7 +77,7 @@ def mtp(here: common.Place, folder: Path) -> None:
     requests = [greedy(number, prompt, 16) for number, prompt in enumerate(asked)]
     expected = generate(make_engine(folder, device="cpu", **BLOCKS), requests)
     config = {"method": "mtp", "num_speculative_tokens": 3}
-    with mock.patch.object(speculation, "LEAST_RATE", 0.0):
+    with mock.patch.object(speculation, "MIN_RATE", 0.0):
         engine = draft_freely(make_engine(folder, device=here.device, speculative_config=config, **BLOCKS))
         tell_same(here, "an MTP layer", requests, generate(engine, requests), expected)
     drafted = engine.scheduler.stats().num_draft_tokens

@@ -149,7 +149,7 @@ def test_a_result_is_cut_with_its_logprobs() -> None:
 
 
 def test_drafts_of_a_head(expected: dict[int, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # guesses of a random head are wrong
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)  # guesses of a random head are wrong
     head = write_head(build_head(Served(demo()), 200), tmp_path / "head")
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     engine = draft_freely(make_engine(demo(), **(OPTIONS | {"speculative_config": config})))

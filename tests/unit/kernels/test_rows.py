@@ -244,4 +244,4 @@ def test_few_sizes_of_rows_reach_onednn(monkeypatch: pytest.MonkeyPatch) -> None
         x = torch.arange(rows * 32, dtype=torch.float32).view(rows, 32)
         assert torch.equal(packed(x), x)
     assert len(reached) <= 15
-    assert all(rows <= linear.few_sizes(rows) <= max(1.5 * rows, 2) for rows in range(1, linear.MOST_ROWS + 1))
+    assert all(rows <= linear.few_sizes(rows) <= max(1.5 * rows, 2) for rows in range(1, linear.MAX_ROWS + 1))

@@ -15,7 +15,7 @@ from serve_llm.engine.config import KVCacheFormat
 from serve_llm.engine.model.spec import KVGroup
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.sequence import most_blocks
+from serve_llm.engine.scheduler.sequence import max_blocks
 from serve_llm.engine.worker import kv_cache
 from serve_llm.engine.worker.kv_cache import KVCacheConfig
 from support import published
@@ -113,7 +113,7 @@ def most_at_a_time(kv_cache_config: KVCacheConfig, tokens: int, submitted: int) 
         scheduler.check_integrity()
         most = max(most, generating)
         if generating == len(batch.scheduled) == scheduler.num_running:  # no window holds a prefill chunk any longer
-            each = sum(most_blocks(group, tokens, 1) for group in kv_cache_config.groups)
+            each = sum(max_blocks(group, tokens, 1) for group in kv_cache_config.groups)
             assert scheduler.stats().kv_cache_usage * kv_cache_config.num_blocks <= generating * each + 1e-6
     assert scheduler.stats().num_preemptions == 0 and scheduler.stats().kv_cache_usage == 0.0
     return most

@@ -109,7 +109,7 @@ def test_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = y[row : row + 1].clone()
         held.add(alone, x[row : row + 1], slots[row : row + 1].expand(1))
         assert torch.equal(alone[0], together[row])
-    monkeypatch.setattr(lora, "MOST_ROWS", 16)
+    monkeypatch.setattr(lora, "MAX_ROWS", 16)
     in_pieces = y.clone()
     held.add(in_pieces, x, slots)
     assert torch.equal(in_pieces, together)
