@@ -57,7 +57,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
-    facts: ModelInfo
+    model_info: ModelInfo
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

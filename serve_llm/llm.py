@@ -89,16 +89,16 @@ class LLM(RefusedMethods):
             self._model = ServedModel.load(directory, resolved)
             self._model.log_findings()
             self._run(self._supervisor.start())
-            facts = self._supervisor.replicas.facts
-            self._adapters = AdapterRegistry(facts, resolved.max_lora_rank, self._model.names, resolved.download_dir)
+            self._replicas = self._supervisor.replicas
+            info = self._replicas.model_info
+            self._adapters = AdapterRegistry(info, resolved.max_lora_rank, self._model.names, resolved.download_dir)
             self._run(self._adapters.load_all(resolved.lora_modules))
         except BaseException:
             self.close()
             raise
-        self._replicas = self._supervisor.replicas
         self._generator = Generator(LocalDispatcher(self._replicas), self._model, resolved.seed)
         # The caller's own process may render and compile anything that the caller provides.
-        context = JobContext(self._model, self._replicas.facts, resolved.limits, trusts_templates=True, is_worker=True)
+        context = JobContext(self._model, info, resolved.limits, trusts_templates=True, is_worker=True)
         self._context = context._replace(grammars=build_grammar_compiler(context))
         self._num_requests = 0
         self._cache_salt = ""  # requests share cached prefixes with those of equal salt
@@ -301,14 +301,14 @@ class LLM(RefusedMethods):
         text = None
         if isinstance(prompt.content, str):
             text = prompt.content
-            check_text(text, context.model, context.facts, params.truncate_prompt_tokens is not None, "prompt")
+            check_text(text, context.model, context.model_info, params.truncate_prompt_tokens is not None, "prompt")
             ids = context.model.tokenizer.encode(text, add_special_tokens=True)
         else:
             ids = prompt.content
         wanted = params.structured_outputs
         grammar = "" if wanted is None else context.find_grammar(wanted)
         salt = prompt.cache_salt or ""
-        return text, prepare([ids], params, context.model, context.facts, grammar=grammar, cache_salt=salt)
+        return text, prepare([ids], params, context.model, context.model_info, grammar=grammar, cache_salt=salt)
 
     def _add_adapters(
         self, requests: Sequence[TextRequest], lora_request: AdapterChoices, lora: AdapterChoices

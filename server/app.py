@@ -138,7 +138,9 @@ def create_app(
     """Create the app that serves one model on engines that are ready. storage: the caller closes it. adapters: None:
     there are none yet. tracing: None: no traces. front_ends: processes that answer clients instead of this one and
     forward some requests to it. scaler: None: the number of engines is fixed."""
-    adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names, options.download_dir)
+    adapters = adapters or AdapterRegistry(
+        replicas.model_info, options.max_lora_rank, model.names, options.download_dir
+    )
     replicas.usage.watch_adapters(adapters.adapters)
     admission = AdmissionController(replicas, options.max_queue)
     counts = _create_counts(
@@ -228,7 +230,7 @@ def _create_state(
     limits = options.limits
     context = JobContext(
         model,
-        dispatcher.facts,
+        dispatcher.model_info,
         limits,
         trusts_templates=options.trust_request_chat_template,
         ignores_unknown_fields=options.unknown_fields == "ignore",

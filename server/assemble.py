@@ -99,7 +99,9 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
         model = await _in_thread(lambda: ServedModel.load(directory, options))
         await _in_thread(model.log_findings)
         await supervisor.start()
-        adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names, options.download_dir)
+        adapters = AdapterRegistry(
+            supervisor.replicas.model_info, options.max_lora_rank, model.names, options.download_dir
+        )
         await adapters.load_all(options.lora_modules)
         scaler = Scaler(supervisor, options.min_engines, options.max_engines) if options.is_scalable else None
         app, admission, prompts, batches = create_app(

@@ -28,12 +28,12 @@ class AdapterRegistry:
     """Engines load an adapter when a request first needs it; the registry only holds its name."""
 
     def __init__(
-        self, facts: ModelInfo, max_rank: int, model_names: Collection[str], download_dir: str | None = None
+        self, model_info: ModelInfo, max_rank: int, model_names: Collection[str], download_dir: str | None = None
     ) -> None:
-        """facts: those of an engine that is ready. model_names: those of the base model, which no adapter may have.
+        """model_info: of an engine that is ready. model_names: those of the base model, which no adapter may have.
         download_dir: for adapters on the Hub."""
         self.adapters: dict[str, Adapter] = {}  # by name
-        self._facts = facts
+        self._model_info = model_info
         self._max_rank = max_rank
         self._model_names = model_names
         self._download_dir = download_dir
@@ -111,7 +111,7 @@ class AdapterRegistry:
             stamp = read_stamp(directory)
         except OSError:
             stamp = ()  # the check reports what is missing
-        check = AdapterCheck(str(directory), self._facts.lora_targets, self._max_rank, self._facts.directory)
+        check = AdapterCheck(str(directory), self._model_info.lora_targets, self._max_rank, self._model_info.directory)
         command = [sys.executable, "-P", "-m", "serve_llm.engine.lora.check"]
         try:
             done = subprocess.run(

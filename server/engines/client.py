@@ -58,7 +58,7 @@ class EngineClient:
         self._has_received = asyncio.Event()  # for `start`
         self._ended: asyncio.Future[None] | None = None  # done when `run` has ended; None before it begins
         self._sinks: dict[int, Sink] = {}
-        self._facts: ModelInfo | None = None
+        self._model_info: ModelInfo | None = None
         self.meter = meter
         self.stats = SchedulerStats()
         self.failure: ServeError | None = None
@@ -67,14 +67,14 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """Whether a request submitted now would be computed."""
-        return self._facts is not None and self.failure is None and self.responds
+        return self._model_info is not None and self.failure is None and self.responds
 
     @property
-    def facts(self) -> ModelInfo:
-        """The served model's facts. Raises EngineError while the engine is starting."""
-        if self._facts is None:
+    def model_info(self) -> ModelInfo:
+        """What the engine has reported. Raises EngineError while the engine is starting."""
+        if self._model_info is None:
             raise EngineError("the engine is still starting")
-        return self._facts
+        return self._model_info
 
     async def start(
         self,
@@ -98,7 +98,7 @@ class EngineClient:
             self.failure = message.to_exception()
             raise self.failure
         assert isinstance(message, messages.EngineReady)
-        self._facts = message.facts
+        self._model_info = message.model_info
 
     async def run(self) -> None:
         """Deliver outputs until cancelled. Raises the engine's ServeError if it fails."""

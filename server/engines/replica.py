@@ -31,7 +31,7 @@ class EngineHandle(Protocol):
     def ready(self) -> bool: ...
 
     @property
-    def facts(self) -> ModelInfo: ...
+    def model_info(self) -> ModelInfo: ...
 
     def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> None: ...
 
@@ -65,9 +65,9 @@ class Replica:
         return self.engine is not None and self.engine.ready and not self.is_draining
 
     @property
-    def facts(self) -> ModelInfo:
+    def model_info(self) -> ModelInfo:
         assert self.engine is not None, "it is not active"
-        return self.engine.facts
+        return self.engine.model_info
 
     @property
     def stats(self) -> SchedulerStats:

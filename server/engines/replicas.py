@@ -45,7 +45,7 @@ class Replicas:
         self._router: Router | None = None  # a single engine needs none
         if len(self.engines) > 1:
             capacities = [self._cache_blocks(replica) if replica.is_active else 0 for replica in self.engines]
-            self._router = Router(capacities, self.engines[0].facts.block_size)
+            self._router = Router(capacities, self.engines[0].model_info.block_size)
 
     @property
     def clock(self) -> Clock:
@@ -63,9 +63,9 @@ class Replicas:
         return self.first_cause if all(replica.is_lost for replica in self.engines) else None
 
     @property
-    def facts(self) -> ModelInfo:
-        """The facts that hold for every engine: those of the engine with the smallest KV cache."""
-        return min((replica.facts for replica in self.active), key=lambda facts: facts.num_kv_blocks)
+    def model_info(self) -> ModelInfo:
+        """What holds for every engine: that of the engine with the smallest KV cache."""
+        return min((replica.model_info for replica in self.active), key=lambda model_info: model_info.num_kv_blocks)
 
     @property
     def active(self) -> tuple[Replica, ...]:
@@ -194,9 +194,9 @@ class Replicas:
     # Placement
 
     def _cache_blocks(self, replica: Replica) -> int:
-        facts = replica.facts
-        caches = self._prefix_caching and facts.prefix_caching
-        return facts.num_kv_blocks + facts.num_offload_blocks if caches else 0
+        model_info = replica.model_info
+        caches = self._prefix_caching and model_info.prefix_caching
+        return model_info.num_kv_blocks + model_info.num_offload_blocks if caches else 0
 
     def _place_waiting(self) -> None:
         """Submit waiting requests: one suspect to an idle engine, and all that are not suspects."""

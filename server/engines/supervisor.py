@@ -75,7 +75,7 @@ class Supervisor:
             spare_meters=self._meters[self.num_engines :],
         )
         # Engines started from now on wait for GPUs that are gone rather than compute on the CPU.
-        self._options = replace(self._options, device=self._replicas.facts.device)
+        self._options = replace(self._options, device=self._replicas.model_info.device)
         for group in self._keeping:
             self._start_keeping(group)
         self._logging = asyncio.create_task(StatsLogger(self._replicas.engines).run())

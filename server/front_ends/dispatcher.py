@@ -54,7 +54,7 @@ class RemoteDispatcher:
 
     def __init__(
         self,
-        facts: ModelInfo,
+        model_info: ModelInfo,
         num_engines: int,
         number: int,
         send: Callable[[FromFrontEnd], None],
@@ -62,7 +62,7 @@ class RemoteDispatcher:
     ) -> None:
         """number: of the front end, unique while the server runs. clock: reads about the same time as the server
         process's."""
-        self.facts = facts
+        self.model_info = model_info
         self.clock = clock
         self.meters = [Meter(self.clock) for _ in range(num_engines)]
         self.refused = Counter[str]()

@@ -111,8 +111,8 @@ class FrontEnd:
         self.server_socket = setup.server_socket
         configure(setup.options.log_level, f"front end {setup.number}", setup.options.log_format)
         clock = Clock() if setup.clock_time is None else Clock.running_from(setup.clock_time)
-        self._dispatcher = RemoteDispatcher(setup.facts, setup.num_engines, setup.number, self._send, clock)
-        self._adapters = AdapterRegistry(setup.facts, setup.options.max_lora_rank, setup.options.served_model_name)
+        self._dispatcher = RemoteDispatcher(setup.model_info, setup.num_engines, setup.number, self._send, clock)
+        self._adapters = AdapterRegistry(setup.model_info, setup.options.max_lora_rank, setup.options.served_model_name)
         self._start(self._load(setup))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:

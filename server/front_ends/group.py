@@ -242,7 +242,7 @@ class FrontEndGroup:
             Setup(
                 host.adapt(self._options),
                 host.find_directory(server.directory),
-                server.replicas.facts,
+                server.replicas.model_info,
                 num_engines,
                 process.number,
                 host.server_socket,

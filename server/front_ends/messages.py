@@ -26,7 +26,7 @@ from serve_llm.server.metrics.meter import MeterCounts
 class Setup(msgspec.Struct, tag=True, frozen=True):
     options: Options
     directory: str  # the local checkpoint
-    facts: ModelInfo
+    model_info: ModelInfo
     num_engines: int
     number: int  # counts front end processes since the server started, from 1
     server_socket: str  # path of the Unix socket on which the server process answers HTTP

@@ -40,8 +40,8 @@ class Dispatcher(Protocol):
     def clock(self) -> Clock: ...
 
     @property
-    def facts(self) -> ModelInfo:
-        """The facts that hold for every engine."""
+    def model_info(self) -> ModelInfo:
+        """What holds for every engine."""
 
     @property
     def outage(self) -> str | None:
@@ -84,8 +84,8 @@ class LocalDispatcher:
         self._admission = admission
 
     @property
-    def facts(self) -> ModelInfo:
-        return self._replicas.facts
+    def model_info(self) -> ModelInfo:
+        return self._replicas.model_info
 
     @property
     def outage(self) -> str | None:

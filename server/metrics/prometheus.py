@@ -154,7 +154,9 @@ class EngineCollector(Collector):
         """Counts of drafts. All engines have the same draft source; without it, there are no samples. count_lookups:
         those that are looked up beside a draft model."""
         if self._draft_source is None:
-            self._draft_source = next((engine.facts.draft_source for engine in self._engines if engine.ready), None)
+            self._draft_source = next(
+                (engine.model_info.draft_source for engine in self._engines if engine.ready), None
+            )
         family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
         if self._draft_source is not None:
             for labels, engine in self._labelled_engines():
@@ -212,29 +214,31 @@ class EngineCollector(Collector):
     def _cache_config(self) -> Metric:
         name = self._prefix + "cache_config_info"
         descriptions = [
-            (labels, self._describe_cache(engine.facts)) for labels, engine in self._labelled_engines() if engine.ready
+            (labels, self._describe_cache(engine.model_info))
+            for labels, engine in self._labelled_engines()
+            if engine.ready
         ]
         family = GaugeMetricFamily(name, "The KV cache, as labels.", labels=[*LABELS, *descriptions[0][1]])
         for labels, description in descriptions:
             family.add_metric([*labels, *map(str, description.values())], 1)
         return family
 
-    def _describe_cache(self, facts: ModelInfo) -> dict[str, object]:
+    def _describe_cache(self, model_info: ModelInfo) -> dict[str, object]:
         """All names but the third are vLLM's. num_gpu_blocks counts blocks on any device."""
         options = self._options
-        tokens = facts.kv_cache_tokens
+        tokens = model_info.kv_cache_tokens
         offload_bytes = options.kv_offload_memory
         return {
-            "block_size": facts.block_size,
-            "num_gpu_blocks": facts.num_kv_blocks,
+            "block_size": model_info.block_size,
+            "num_gpu_blocks": model_info.num_kv_blocks,
             "kv_cache_tokens": tokens,
             "kv_cache_size_tokens": tokens,
-            "kv_cache_max_concurrency": f"{tokens / facts.max_model_len:.2f}",
+            "kv_cache_max_concurrency": f"{tokens / model_info.max_model_len:.2f}",
             "cache_dtype": options.kv_cache_dtype,
             "gpu_memory_utilization": options.gpu_memory_utilization,
-            "enable_prefix_caching": facts.prefix_caching and options.enable_prefix_caching is not False,
+            "enable_prefix_caching": model_info.prefix_caching and options.enable_prefix_caching is not False,
             "prefix_caching_hash_algo": "sha256",
-            "num_cpu_blocks": facts.num_offload_blocks,
+            "num_cpu_blocks": model_info.num_offload_blocks,
             "kv_offloading_backend": "None" if offload_bytes is None else "native",
             "kv_offloading_size": "None" if offload_bytes is None else f"{offload_bytes / 2**30:g}",  # GiB
         }

@@ -66,7 +66,7 @@ def prepare_turn(turn: ChatTurn, context: JobContext) -> tuple[str, TextRequest]
     text = render_turn(turn, context)
     reply = _build_reply_format(turn, text, context)
     grammar = _find_grammar(turn, reply, context)
-    check_text(text, context.model, context.facts, params.truncate_prompt_tokens is not None, turn.param)
+    check_text(text, context.model, context.model_info, params.truncate_prompt_tokens is not None, turn.param)
     ids = context.model.tokenizer.encode(text, add_special_tokens=turn.add_special_tokens)
     default_max_tokens = turn.default_max_tokens
     if default_max_tokens is None and params.logprobs is not None:
@@ -76,7 +76,7 @@ def prepare_turn(turn: ChatTurn, context: JobContext) -> tuple[str, TextRequest]
             [ids],
             params,
             context.model,
-            context.facts,
+            context.model_info,
             param=turn.param,
             default_max_tokens=default_max_tokens,
             end_ids=context.model.turn_end_ids,

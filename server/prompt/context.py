@@ -26,7 +26,7 @@ class GrammarNeeded(NeedsWorker):
 
 class JobContext(NamedTuple):
     model: ServedModel
-    facts: ModelInfo
+    model_info: ModelInfo
     limits: Limits
     trusts_templates: bool = False  # requests may contain chat templates
     is_worker: bool = False  # the job runs in a worker process

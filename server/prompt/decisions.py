@@ -55,9 +55,9 @@ def prepare_questions(messages: Sequence[Message], questions: Sequence[Question]
         text = render_turn(turn, context)
         if model.opens_reasoning(text):
             raise Unsupported("this model's answers begin with reasoning, so its first token is not an answer")
-        check_text(text, model, context.facts, truncated=False, param="input")
+        check_text(text, model, context.model_info, truncated=False, param="input")
         prompts.append(model.tokenizer.encode(text, add_special_tokens=False))
-    request = prepare(prompts, params, model, context.facts, param="input", end_ids=model.turn_end_ids)
+    request = prepare(prompts, params, model, context.model_info, param="input", end_ids=model.turn_end_ids)
     most = max(len(question.options) for question in questions)
     label_ids = [_find_label_id(label, context) for label in LABELS[:most]]
     for index, question in enumerate(questions):

@@ -99,7 +99,7 @@ def count_tokens(content: bytes, context: JobContext) -> TokenCount:
 def completion(content: bytes, context: JobContext) -> ValidGenerateRequest:
     body, ignored = parse_openai_body(CompletionRequest, content, context)
     model = context.model
-    facts = context.facts
+    model_info = context.model_info
     model.check_name(body.model)
     body.check(context.limits)
     params = body.sampling_params(model.defaults, max_tokens=body.max_tokens)
@@ -115,17 +115,17 @@ def completion(content: bytes, context: JobContext) -> ValidGenerateRequest:
     echoes: list[Echo | None] = []
     if body.suffix:
         fill_in_middle = _find_fill_in_middle(context, "suffix")
-        check_text(body.suffix, model, facts, truncated=False, param="suffix")
+        check_text(body.suffix, model, model_info, truncated=False, param="suffix")
         params = _add_end_ids(params, fill_in_middle, context)
     for prompt in prompts:
         echo = None
         if body.suffix:
             if not isinstance(prompt, str):
                 raise InvalidRequest("suffix needs a prompt that is a text", "suffix")
-            check_text(prompt, model, facts, truncated=False, param="prompt")
+            check_text(prompt, model, model_info, truncated=False, param="prompt")
             prompt = fill_in_middle.encode(prompt, body.suffix, model.tokenizer)
         elif isinstance(prompt, str):
-            check_text(prompt, model, facts, params.truncate_prompt_tokens is not None, "prompt")
+            check_text(prompt, model, model_info, params.truncate_prompt_tokens is not None, "prompt")
             if body.echo:
                 has_offsets = adds_special_tokens and params.logprobs is not None
                 echo = Echo(prompt, model.tokenizer.find_added_positions(prompt) if has_offsets else [])
@@ -136,7 +136,7 @@ def completion(content: bytes, context: JobContext) -> ValidGenerateRequest:
         all_ids,
         params,
         model,
-        facts,
+        model_info,
         echo=echoes if body.echo else None,
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         grammar=grammar_text,
@@ -173,11 +173,11 @@ def infill(content: bytes, context: JobContext) -> ValidGenerateRequest:
     suffix = body.input_suffix or ""
     beginning = body.prompt or ""
     whole = "".join((prefix, suffix, beginning, *(text for _, text in files)))
-    check_text(whole, model, context.facts, truncated=False, param="input_prefix")
+    check_text(whole, model, context.model_info, truncated=False, param="input_prefix")
     ids = fill_in_middle.encode(prefix, suffix, model.tokenizer, files)
     ids += model.tokenizer.encode(beginning, add_special_tokens=False) if beginning else []
     try:
-        request = prepare([ids], params, model, context.facts, param="input_prefix")
+        request = prepare([ids], params, model, context.model_info, param="input_prefix")
     except ContextTooLong as error:
         param = "n_predict" if error.param == "max_tokens" else error.param
         raise ContextTooLong(error.message.replace("max_tokens", "n_predict"), param) from None
@@ -199,7 +199,7 @@ def _find_fill_in_middle(context: JobContext, param: str) -> FillInMiddle:
 
 def _add_end_ids(params: SamplingParams, fill_in_middle: FillInMiddle, context: JobContext) -> SamplingParams:
     """Add the ids that end such a text to the parameters."""
-    end_ids = [end_id for end_id in fill_in_middle.end_ids if end_id < context.facts.vocab_size]
+    end_ids = [end_id for end_id in fill_in_middle.end_ids if end_id < context.model_info.vocab_size]
     return msgspec.structs.replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *end_ids])
 
 

@@ -56,7 +56,7 @@ class WorkerSetup(msgspec.Struct):
 
     directory: str  # the checkpoint's directory
     options: Options
-    facts: ModelInfo
+    model_info: ModelInfo
 
 
 class Job(msgspec.Struct, array_like=True):
@@ -120,7 +120,7 @@ def build_grammar_compiler(context: JobContext, host: CompilerHost | None = None
     model = context.model
     return GrammarCompiler(
         model.tokenizer.rust.to_str,
-        context.facts.vocab_size,
+        context.model_info.vocab_size,
         context.limits.grammar_bytes,
         host,
         model.dialect,
@@ -135,7 +135,7 @@ class PromptPool:
         compiler = build_grammar_compiler(context)
         self._context = context._replace(grammars=compiler)
         self.grammars = compiler.cache  # what workers compiled
-        self._setup = WorkerSetup(str(context.model.directory), options, context.facts)
+        self._setup = WorkerSetup(str(context.model.directory), options, context.model_info)
         self._seconds = context.limits.prompt_seconds
         # At least 3 even on few cores, because hostile requests may keep some busy.
         self._size = max(3, min(4, (os.cpu_count() or 1) // 2))

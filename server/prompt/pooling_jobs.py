@@ -84,10 +84,10 @@ def embed_cohere(content: bytes, context: JobContext) -> ValidPoolingRequest:
 
 def pool(content: bytes, context: JobContext) -> ValidPoolingRequest:
     body, ignored = _parse(PoolingRequest, content, context)
-    task = context.facts.pooling_task
+    task = context.model_info.pooling_task
     if task == "none":
         raise Unsupported(SERVED["none"])
-    embeds_tokens = task == "embed" and context.facts.token_vector_size > 0
+    embeds_tokens = task == "embed" and context.model_info.token_vector_size > 0
     if body.task not in (None, task) and not (body.task == "token_embed" and embeds_tokens):
         others = " or token_embed" if embeds_tokens else ""
         raise Unsupported(f"task must be {task}{others} with this model", "task")
@@ -150,7 +150,7 @@ def _encode_scores(body: ScoreRequest | RerankRequest, context: JobContext) -> _
     texts = _Texts(body, context)
     queries = texts.cut_all([query for query, _ in given], body.max_tokens_per_query)
     documents = texts.cut_all([document for _, document in given], body.max_tokens_per_doc)
-    if context.facts.pooling_task != "embed":
+    if context.model_info.pooling_task != "embed":
         pairs = list(zip(queries, documents, strict=True))
         places = [f"{document.place} with {query.place}" for query, document in pairs]
         return _EncodedPairs(texts.encode_pairs(pairs, body.instruction), places, [])
@@ -181,10 +181,10 @@ class _Texts:
         adds_by_default = not is_rendered  # a template adds them itself
         self._adds_special_tokens = adds_by_default if body.add_special_tokens is None else body.add_special_tokens
         self._is_cut = body.max_tokens_per_text is not None
-        longest = context.facts.max_model_len
+        longest = context.model_info.max_model_len
         asked = body.max_tokens_per_text
         self._max_tokens = longest if asked in (None, -1) or asked is None else min(asked, longest)
-        takes_prompt = context.facts.pooling_task == "embed" and not is_rendered
+        takes_prompt = context.model_info.pooling_task == "embed" and not is_rendered
         self._prompt = context.model.vectors.prompt if takes_prompt else ""
 
     def encode_all(self, inputs: Sequence[tuple[str, str | list[int]]] | Sequence[NamedText]) -> list[Encoded]:
@@ -239,7 +239,7 @@ class _Texts:
         return self._max_tokens if self._is_cut else UNLIMITED
 
     def _check_length(self, text: str, place: str) -> None:
-        check_text(text, self._context.model, self._context.facts, self._is_cut, read_field(place), place)
+        check_text(text, self._context.model, self._context.model_info, self._is_cut, read_field(place), place)
 
     def _cut_ids(self, ids: list[int]) -> list[int]:
         if not self._is_cut:
@@ -248,22 +248,23 @@ class _Texts:
 
 
 def _check_task(context: JobContext, task: str) -> None:
-    if task == "classify" and context.facts.pooling_task == "none":
+    if task == "classify" and context.model_info.pooling_task == "none":
         raise Unsupported(
             "this model generates text and has no classes; --classifier-from-token makes classes of tokens"
         )
-    if context.facts.pooling_task != task:
-        raise Unsupported(SERVED[context.facts.pooling_task])
+    if context.model_info.pooling_task != task:
+        raise Unsupported(SERVED[context.model_info.pooling_task])
 
 
 def _check_scores(context: JobContext) -> None:
-    facts = context.facts
-    if facts.pooling_task in ("none", "token_classify"):
-        raise Unsupported(SERVED[facts.pooling_task])
+    model_info = context.model_info
+    if model_info.pooling_task in ("none", "token_classify"):
+        raise Unsupported(SERVED[model_info.pooling_task])
     is_token_classifier = context.model.vectors.has_token_classes
-    if facts.pooling_task == "classify" and facts.vector_size != 1 and not is_token_classifier:
+    if model_info.pooling_task == "classify" and model_info.vector_size != 1 and not is_token_classifier:
         raise Unsupported(
-            f"this model has {facts.vector_size} classes; scores need an embedding model or a classifier with one class"
+            f"this model has {model_info.vector_size} classes; scores need an embedding model or a classifier with one "
+            "class"
         )
 
 
@@ -274,14 +275,14 @@ def _build_vectors(
     name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
     request = _prepare_inputs(body, context)
-    if context.facts.pooling_task == "classify":
+    if context.model_info.pooling_task == "classify":
         return _build_request(body, name, request, ignored, activate=bool(body.use_activation))
     is_scaled = body.scales_vectors(context.model.vectors.has_unit_length)
     return _build_request(body, name, request, ignored, is_scaled=is_scaled)
 
 
 def _build_token_vectors(body: PoolingRequest, context: JobContext, ignored: list[str]) -> ValidPoolingRequest:
-    size = context.facts.token_vector_size
+    size = context.model_info.token_vector_size
     body.check(context.limits)
     name = context.model.check_name(body.model)
     if body.dimensions != size:
@@ -295,7 +296,7 @@ def _build_token_vectors(body: PoolingRequest, context: JobContext, ignored: lis
             "send fewer or shorter texts",
             "input",
         )
-    if context.facts.pooling_task == "token_classify":
+    if context.model_info.pooling_task == "token_classify":
         activate = bool(body.use_activation)
         return _build_request(body, name, request, ignored, activate=activate, token_vector_size=size)
     is_scaled = body.scales_vectors(has_unit_length=False, default=True)
@@ -325,11 +326,11 @@ def _build_request(
 
 
 def _check_dimensions(dimensions: int | None, context: JobContext, param: str = "dimensions") -> None:
-    size = context.facts.vector_size
+    size = context.model_info.vector_size
     if dimensions is None or dimensions == size:
         return
     allowed = context.model.vectors.dimensions
-    if allowed is None or context.facts.pooling_task != "embed":
+    if allowed is None or context.model_info.pooling_task != "embed":
         raise Unsupported(f"{param}: this model was not trained for shorter embeddings; omit it, or give {size}", param)
     if allowed and dimensions not in allowed:
         sizes = ", ".join(map(str, allowed))
@@ -354,7 +355,7 @@ def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: JobContext,
     starts = [start for _, start in encoded]
     request = prepare_pooling(
         [ids for ids, _ in encoded],
-        context.facts,
+        context.model_info,
         places=places,
         second_text_starts=None if all(start is None for start in starts) else starts,
         priority=body.priority or 0,

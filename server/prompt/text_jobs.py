@@ -47,7 +47,7 @@ def tokenize(content: bytes, context: JobContext) -> TokenizeResult:
 def detokenize(content: bytes, context: JobContext) -> DetokenizeResult:
     body, ignored = parse_openai_body(DetokenizeRequest, content, context)
     context.model.check_name(body.model)
-    vocab_size = context.facts.vocab_size
+    vocab_size = context.model_info.vocab_size
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
         raise InvalidRequest(f"tokens must be ids from 0 to {vocab_size - 1}", "tokens")
     return DetokenizeResult(context.model.tokenizer.decode(body.tokens, skip_special_tokens=False), ignored)
@@ -56,7 +56,7 @@ def detokenize(content: bytes, context: JobContext) -> DetokenizeResult:
 def find_route(content: bytes, context: JobContext) -> RouteName:
     """Find the kind of a request to /invocations by its fields."""
     fields = {name for name, value in read_fields(content, context.limits).items() if value is not None}
-    if "messages" in fields and context.facts.generates:
+    if "messages" in fields and context.model_info.generates:
         return RouteName("chat")
     if "prompt" in fields:
         return RouteName("completion")
@@ -67,7 +67,9 @@ def find_route(content: bytes, context: JobContext) -> RouteName:
     if "input" in fields and "task" in fields:
         return RouteName("pool")
     if "input" in fields or "messages" in fields:
-        return RouteName({"classify": "classify", "token_classify": "pool"}.get(context.facts.pooling_task, "embed"))
+        return RouteName(
+            {"classify": "classify", "token_classify": "pool"}.get(context.model_info.pooling_task, "embed")
+        )
     raise InvalidRequest(
         "one of messages, prompt, input, queries, text_1, data_1, or query and documents is required", "messages"
     )

@@ -63,17 +63,17 @@ class TextRequest(msgspec.Struct, kw_only=True):
 
 
 def check_text(
-    text: str, model: ServedModel, facts: ModelInfo, truncated: bool, param: str, subject: str = "the prompt"
+    text: str, model: ServedModel, model_info: ModelInfo, truncated: bool, param: str, subject: str = "the prompt"
 ) -> None:
     """Before tokenizing, refuse a text that cannot fit whatever its tokens are. Raises ContextTooLong."""
     if model.tokenizer.longest_token is None:
         return
     at_least = -(-len(text) // model.tokenizer.longest_token)
-    if at_least > facts.max_model_len and not truncated:
+    if at_least > model_info.max_model_len and not truncated:
         raise ContextTooLong(
-            f"{subject} has at least {at_least} tokens, but the context length is {facts.max_model_len} tokens",
+            f"{subject} has at least {at_least} tokens, but the context length is {model_info.max_model_len} tokens",
             param,
-            (at_least, facts.max_model_len - 1),
+            (at_least, model_info.max_model_len - 1),
         )
 
 
@@ -81,7 +81,7 @@ def prepare(
     prompts: list[list[int]],
     params: SamplingParams,
     model: ServedModel,
-    facts: ModelInfo,
+    model_info: ModelInfo,
     *,
     param: str = "prompt",
     echo: Sequence[Echo | None] | None = None,
@@ -100,27 +100,27 @@ def prepare(
     None. end_ids: ids that end the text (default: the model's `eos_ids`). grammar: compiled from
     `params.structured_outputs`. reply: how to parse the text. thinking: `params.thinking_token_budget` in terms of ids.
     """
-    if not facts.generates:
-        raise Unsupported(f"this model ({facts.architecture}) returns vectors and generates no text")
+    if not model_info.generates:
+        raise Unsupported(f"this model ({model_info.architecture}) returns vectors and generates no text")
     if thinking is None and params.thinking_token_budget not in (None, -1):
         raise Unsupported(
             "thinking_token_budget needs a conversation, and a model whose reasoning format is known",
             "thinking_token_budget",
         )
-    _check_named_ids(params, facts.vocab_size)
-    suppressed = tuple((token_id,) for token_id in model.suppressed_ids if token_id < facts.vocab_size)
+    _check_named_ids(params, model_info.vocab_size)
+    suppressed = tuple((token_id,) for token_id in model.suppressed_ids if token_id < model_info.vocab_size)
     bad_words_ids = _bad_words_ids(params.bad_words or [], model) + suppressed
-    end_ids = tuple(end_id for end_id in end_ids or model.eos_ids if end_id < facts.vocab_size)
+    end_ids = tuple(end_id for end_id in end_ids or model.eos_ids if end_id < model_info.vocab_size)
     truncated = []
     samplings = []
     for prompt in prompts:
-        ids = _truncate(prompt, params, facts)
-        max_tokens = _max_tokens(len(ids), params, facts.max_model_len, param)
+        ids = _truncate(prompt, params, model_info)
+        max_tokens = _max_tokens(len(ids), params, model_info.max_model_len, param)
         if params.max_tokens is None and default_max_tokens is not None:
             max_tokens = min(max_tokens, max(default_max_tokens, params.min_tokens))
-        _check_ids(ids, facts.vocab_size, param)
+        _check_ids(ids, model_info.vocab_size, param)
         truncated.append(ids)
-        sampling = _sampling(params, max_tokens, bad_words_ids, end_ids, facts.vocab_size)
+        sampling = _sampling(params, max_tokens, bad_words_ids, end_ids, model_info.vocab_size)
         if grammar or thinking is not None:
             sampling = msgspec.structs.replace(sampling, grammar=grammar, thinking=thinking)
         samplings.append(sampling)
@@ -160,7 +160,7 @@ def _complete_echoes(
 
 def prepare_pooling(
     prompts: list[list[int]],
-    facts: ModelInfo,
+    model_info: ModelInfo,
     *,
     places: Sequence[str],
     second_text_starts: list[int | None] | None = None,
@@ -175,13 +175,13 @@ def prepare_pooling(
         param = read_field(place)
         if not ids:
             raise InvalidRequest(f"{place} has no tokens", param)
-        if len(ids) > facts.max_model_len:
+        if len(ids) > model_info.max_model_len:
             raise ContextTooLong(
-                f"{place} has {len(ids)} tokens, but the context length is {facts.max_model_len} tokens; shorten it, "
-                "or set truncate_prompt_tokens",
+                f"{place} has {len(ids)} tokens, but the context length is {model_info.max_model_len} tokens; "
+                "shorten it, or set truncate_prompt_tokens",
                 param,
             )
-        _check_ids(ids, facts.vocab_size, param)
+        _check_ids(ids, model_info.vocab_size, param)
     return TextRequest(
         prompts=prompts,
         samplings=[_POOLING_SAMPLING] * len(prompts),
@@ -245,13 +245,13 @@ def _check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
             raise InvalidRequest(f"{param}: the vocabulary has no token {token_id}, only 0 to {vocab_size - 1}", param)
 
 
-def _truncate(ids: list[int], params: SamplingParams, facts: ModelInfo) -> list[int]:
+def _truncate(ids: list[int], params: SamplingParams, model_info: ModelInfo) -> list[int]:
     keep = params.truncate_prompt_tokens
     if keep is None:
         return ids
     if keep == -1:
         room = 1 if params.max_tokens is None else params.max_tokens
-        keep = max(1, facts.max_model_len - room)
+        keep = max(1, model_info.max_model_len - room)
     return ids[:keep] if params.truncation_side == "right" else ids[-keep:]
 
 

@@ -90,7 +90,7 @@ def main() -> None:
     limits = options.limits
     context = JobContext(
         ServedModel.load(Path(setup.directory), options),
-        setup.facts,
+        setup.model_info,
         limits,
         trusts_templates=options.trust_request_chat_template,
         ignores_unknown_fields=options.unknown_fields == "ignore",

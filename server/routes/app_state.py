@@ -179,7 +179,7 @@ class AppState:
     def _fingerprint(self, name: str) -> str:
         """Return a value that changes with the code, the model and its dtype: with a seed, equal fingerprints mean
         equal responses."""
-        source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.dispatcher.facts.dtype}"
+        source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.dispatcher.model_info.dtype}"
         adapter = self.model.adapters.get(name)
         if adapter is not None:
             source += f"|{adapter.digest}"

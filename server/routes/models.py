@@ -19,7 +19,7 @@ def build_card(state: AppState, name: str) -> ModelCard:
         created=state.start_time,
         root=state.model.root if adapter is None else adapter.directory,
         parent=None if adapter is None else state.model.names[0],
-        max_model_len=state.dispatcher.facts.max_model_len,
+        max_model_len=state.dispatcher.model_info.max_model_len,
         display_name=name,
         created_at=datetime.fromtimestamp(state.start_time, UTC).isoformat(),
     )

@@ -135,14 +135,14 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
                 ready=engine.ready,
                 draining=engine.is_draining,
                 num_ranks=sources.num_ranks,
-                ranks=list_ranks(engine.facts),
-                device=engine.facts.device,
-                dtype=engine.facts.dtype,
+                ranks=list_ranks(engine.model_info),
+                device=engine.model_info.device,
+                dtype=engine.model_info.dtype,
                 num_running=engine.stats.num_running,
                 num_waiting=engine.stats.num_waiting,
                 kv_cache=StatusKv(
-                    tokens=engine.facts.kv_cache_tokens,
-                    blocks=engine.facts.num_kv_blocks,
+                    tokens=engine.model_info.kv_cache_tokens,
+                    blocks=engine.model_info.num_kv_blocks,
                     usage=engine.stats.kv_cache_usage,
                 ),
             )
@@ -170,11 +170,11 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
 
 def describe_parallel(replicas: Replicas) -> StatusParallel:
     engines = replicas.active
-    facts = engines[0].facts
+    model_info = engines[0].model_info
     return StatusParallel(
-        executor=facts.executor,
-        tensor_parallel_size=facts.tensor_parallel_size,
-        pipeline_parallel_size=facts.pipeline_parallel_size,
+        executor=model_info.executor,
+        tensor_parallel_size=model_info.tensor_parallel_size,
+        pipeline_parallel_size=model_info.pipeline_parallel_size,
         data_parallel_size=len(engines),
     )
 
@@ -208,10 +208,10 @@ def describe_front_ends(group: FrontEndGroup) -> list[StatusFrontEnd]:
     ]
 
 
-def list_ranks(facts: ModelInfo) -> list[StatusRank]:
+def list_ranks(model_info: ModelInfo) -> list[StatusRank]:
     """List the ranks of one engine, with their hosts."""
-    size = facts.tensor_parallel_size
+    size = model_info.tensor_parallel_size
     return [
         StatusRank(rank=rank, tp_rank=rank % size, pp_rank=rank // size, host=host)
-        for rank, host in enumerate(facts.rank_hosts)
+        for rank, host in enumerate(model_info.rank_hosts)
     ]

@@ -27,7 +27,7 @@ def create_router(state: AppState) -> APIRouter:
         tokens = await state.run_prompt_job(request, "tokenize", TokenizeResult)
         content: dict[str, object] = {
             "count": len(tokens.ids),
-            "max_model_len": state.dispatcher.facts.max_model_len,
+            "max_model_len": state.dispatcher.model_info.max_model_len,
             "tokens": tokens.ids,
             "token_strs": tokens.names,
         }
@@ -47,7 +47,7 @@ def create_router(state: AppState) -> APIRouter:
         return TokenizerInfo(
             tokenizer_class=state.model.tokenizer_class,
             chat_template=None if template is None else template.source,
-            model_max_length=state.dispatcher.facts.max_model_len,
+            model_max_length=state.dispatcher.model_info.max_model_len,
             added_tokens=tokenizer.added_tokens,
             **tokenizer.named_tokens,
         )

@@ -43,7 +43,7 @@ TEXT = "def main():\n    stack = Stack()\n    for number in range(10):\n        
 class PacedEngine:
     """Runs steps at a fixed rate once all streams are open."""
 
-    facts = ModelInfo(
+    model_info = ModelInfo(
         architecture="Scripted",
         max_model_len=2**20,
         vocab_size=4096,

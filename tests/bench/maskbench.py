@@ -35,7 +35,7 @@ from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
-from support.fakes import facts
+from support.fakes import make_model_info
 
 VOCAB_SIZE = 4096
 HANG_SECONDS = 10.0  # far more than a worker may take, to allow for a busy machine
@@ -127,7 +127,7 @@ async def run_cases(paths: list[Path]) -> Tally:
     options = make_options("demo")
     directory = resolve_model("demo")
     tokenizer = build_tokenizer((directory / "tokenizer.json").read_text(), VOCAB_SIZE)
-    pool = PromptPool(JobContext(ServedModel.load(directory, options), facts(), options.limits), options)
+    pool = PromptPool(JobContext(ServedModel.load(directory, options), make_model_info(), options.limits), options)
     tally = Tally()
     try:
         for path in paths:

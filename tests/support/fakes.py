@@ -23,8 +23,8 @@ Sink = Callable[[EngineCoreOutput], None]
 Script = Callable[[EngineCoreRequest], Sequence[int]]
 
 
-def facts(**changed: object) -> ModelInfo:
-    """Return plausible facts for the demo model's tokenizer."""
+def make_model_info(**changed: object) -> ModelInfo:
+    """Return plausible values for the demo model's tokenizer."""
     usual: dict[str, object] = {
         "architecture": "ScriptedForCausalLM",
         "max_model_len": 2048,
@@ -66,14 +66,14 @@ class ScriptedEngine:
         script: Script,
         *,
         automatic: bool = True,
-        model_facts: ModelInfo | None = None,
+        model_info: ModelInfo | None = None,
         tokens_per_step: int = 1,
         cached_tokens: int = 0,
         meter: Meter | None = None,
     ) -> None:
         self.script = script
         self.automatic = automatic
-        self.facts = model_facts or facts()
+        self.model_info = model_info or make_model_info()
         self.tokens_per_step = tokens_per_step
         self.cached_tokens = cached_tokens
         self.ready = True
@@ -154,7 +154,7 @@ class ScriptedEngine:
 
     def _count(self) -> None:
         self.stats.num_running = len(self.open)
-        self.stats.kv_cache_usage = len(self.open) / self.facts.num_kv_blocks
+        self.stats.kv_cache_usage = len(self.open) / self.model_info.num_kv_blocks
         self.changed.set()
 
     def _go_on(self) -> None:

@@ -72,8 +72,8 @@ def link(
             dispatcher.reject(message)
 
     relay = Relay(LocalDispatcher(replicas, served.admission), len(replicas.engines), send_to_front_end)
-    dispatcher = RemoteDispatcher(replicas.facts, len(replicas.engines), number, send_to_relay, Clock())
-    adapters = AdapterRegistry(replicas.facts, 16, served.model.names)
+    dispatcher = RemoteDispatcher(replicas.model_info, len(replicas.engines), number, send_to_relay, Clock())
+    adapters = AdapterRegistry(replicas.model_info, 16, served.model.names)
     built = create_front_end_app(
         dispatcher, served.model, make_options("demo", **(options or {})), adapters, dispatcher.refused, tracing, 0
     )

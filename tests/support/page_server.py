@@ -20,7 +20,7 @@ from serve_llm.server.engines.restarts import RestartRecord
 from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.storage.storage import Storage
-from support.fakes import ScriptedEngine, facts
+from support.fakes import ScriptedEngine, make_model_info
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 60.0
@@ -41,8 +41,8 @@ class PageServer:
         self.http_server: HttpServer | None = None
 
     async def serve(self) -> None:
-        shape = facts(tensor_parallel_size=2, rank_hosts=HOSTS)
-        self.engine = ScriptedEngine(self._write, automatic=False, model_facts=shape)
+        shape = make_model_info(tensor_parallel_size=2, rank_hosts=HOSTS)
+        self.engine = ScriptedEngine(self._write, automatic=False, model_info=shape)
         self.replicas = Replicas([self.engine])
         app, _, prompts, _ = create_app(self.replicas, self.model, self.options, Storage(None, None))
         self.http_server = HttpServer(app, self.options.limits, None, None)
@@ -85,7 +85,7 @@ class PageServer:
     def replace_engine(self) -> None:
         async def join() -> None:
             old = self.engine
-            self.engine = ScriptedEngine(self._write, automatic=False, model_facts=old.facts, meter=old.meter)
+            self.engine = ScriptedEngine(self._write, automatic=False, model_info=old.model_info, meter=old.meter)
             self.replicas.join({0: self.engine})
 
         self.run(join)

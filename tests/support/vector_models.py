@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from serve_llm.common.types import EngineCoreRequest
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -18,9 +18,9 @@ def by_length(request: EngineCoreRequest) -> tuple[float, ...]:
 
 
 def serve_embedder(serve: Serve, **changed: object) -> Served:
-    return serve(script=by_length, model_facts=facts(**{**EMBEDDER, **changed}))
+    return serve(script=by_length, model_info=make_model_info(**{**EMBEDDER, **changed}))
 
 
 def serve_classifier(serve: Serve, script: Callable[[EngineCoreRequest], object], size: int) -> Served:
     changed = {"generates": False, "pooling_task": "classify", "vector_size": size}
-    return serve(script=script, model_facts=facts(**changed))
+    return serve(script=script, model_info=make_model_info(**changed))

@@ -49,7 +49,7 @@ class SimulatedEngine:
         """on_admission: called with a request and its number of cached tokens before its first output is delivered."""
         self.meter = meter
         self.stats = SchedulerStats()
-        self.facts = _describe(shape)
+        self.model_info = _describe(shape)
         self.scheduler = Scheduler(
             [KVCacheSpec(shape.block_size, None)],
             shape.num_blocks,

@@ -15,7 +15,7 @@ def main() -> None:
     here = common.place("offline")
     length = here.sized(1000, 16)
     with LLM(here.folder(LLAMA_8B), max_num_seqs=here.sized(1024, 8), **here.options()) as llm:
-        fit = llm._replicas.facts.kv_cache_tokens // (2 * length)
+        fit = llm._replicas.model_info.kv_cache_tokens // (2 * length)
         count = min(fit, here.sized(1024, 4))
         rate = count * length / generate(llm, count, length, length, seed=5)
     here.report.measured("8B: offline, 1000 in and out", rate, f"tokens/s, {count} requests of {length}")

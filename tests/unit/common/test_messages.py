@@ -24,7 +24,7 @@ LOGPROBS = TokenLogprobs(-0.5, 1, [1, 2], [-0.5, -1.5])
 REQUEST = EngineCoreRequest(
     id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=5, seed=2**64 - 1, logit_bias={3: 1.0})
 )
-FACTS = ModelInfo(
+MODEL_INFO = ModelInfo(
     architecture="X",
     max_model_len=1,
     vocab_size=2,
@@ -42,7 +42,7 @@ TO_ENGINE = [
     messages.Shutdown(),
 ]
 FROM_ENGINE = [
-    messages.EngineReady(FACTS),
+    messages.EngineReady(MODEL_INFO),
     messages.Failed("ModelError", "no"),
     messages.EngineCoreOutputs(
         [EngineCoreOutput(1, [5], FinishReason.STOP, 5, 3, 0.1, [LOGPROBS], [LOGPROBS])], SchedulerStats(num_running=1)

@@ -105,7 +105,7 @@ def test_the_whole_ladder_is_captured(tiny: Any) -> None:
 class FakeLLM:
     """Has room for 400 requests of 1000 tokens in and out."""
 
-    _replicas = SimpleNamespace(facts=SimpleNamespace(kv_cache_tokens=800_000))
+    _replicas = SimpleNamespace(model_info=SimpleNamespace(kv_cache_tokens=800_000))
 
     def __init__(self, folder: str, **options: object) -> None:
         assert Path(folder, "config.json").is_file()

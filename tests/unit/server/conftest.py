@@ -85,7 +85,7 @@ def serve_stored(serve: Callable[..., Served], model: ServedModel) -> Callable[.
 
     def make(text: str = "Hello.", *, limit: tuple[str, ...] = (), store: object = "memory", **more: Any) -> Served:
         options = {"responses_store": str(store), "limit": limit or None, **more.pop("options", {})}
-        engine = {"served_model": with_tools(model), "model_facts": None, **more}
+        engine = {"served_model": with_tools(model), "model_info": None, **more}
         return serve(text + "<|end|>", options=options, **engine)
 
     return make

@@ -17,11 +17,11 @@ from serve_llm.server.adapters.offline import LoRARequest, expand_adapters
 from serve_llm.server.adapters.registry import AdapterRegistry
 from serve_llm.server.http.errors import InvalidRequest
 from support.asgi import Reply
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.serving import Served
 
 MODULE = "model.layers.0.self_attn.q_proj"
-FACTS = facts(lora_targets={MODULE: LoRATarget(MODULE, 12, 8)})
+MODEL_INFO = make_model_info(lora_targets={MODULE: LoRATarget(MODULE, 12, 8)})
 ADMIN = {"authorization": "Bearer admin:secret"}
 OTHER = {"authorization": "Bearer plain"}
 OPTIONS = {"enable_lora": True, "api_key": ("plain", "admin:secret")}
@@ -39,7 +39,7 @@ def write_adapter(directory: Path, value: float = 1.0) -> str:
 
 @pytest.fixture
 def server(serve: Callable[..., Served]) -> Served:
-    return serve(options=OPTIONS, model_facts=FACTS)
+    return serve(options=OPTIONS, model_info=MODEL_INFO)
 
 
 def load(server: Served, name: str, directory: str, **fields: object) -> Reply:
@@ -99,9 +99,9 @@ def test_an_adapter_is_loaded_asked_listed_and_unloaded(server: Served, tmp_path
 
 
 def test_vectors_with_an_adapter(serve: Callable[..., Served], tmp_path: Path) -> None:
-    targets = FACTS.lora_targets
-    changed = facts(lora_targets=targets, pooling_task="embed", vector_size=2)
-    server = serve(script=lambda request: (1.0, 0.0), options=OPTIONS, model_facts=changed)
+    targets = MODEL_INFO.lora_targets
+    changed = make_model_info(lora_targets=targets, pooling_task="embed", vector_size=2)
+    server = serve(script=lambda request: (1.0, 0.0), options=OPTIONS, model_info=changed)
     load(server, "sql", write_adapter(tmp_path / "a"))
     for route in ("/v1/embeddings", "/pooling"):
         reply = server.post(route, {"model": "sql", "input": [[5], [6]]}, OTHER)
@@ -130,7 +130,7 @@ def test_only_administrators_load_and_unload(serve: Callable[..., Served], serve
     ):
         assert server.post(path, body, OTHER).status == 403
         assert server.post(path, body).status == 401
-        assert serve(options={"enable_lora": True}, model_facts=FACTS).post(path, body).status == 403
+        assert serve(options={"enable_lora": True}, model_info=MODEL_INFO).post(path, body).status == 403
         without = serve().post(path, body)
         assert without.status == 404 and "--enable-lora" in without.json()["error"]["message"]
     assert len(server.get("/v1/models", OTHER).json()["data"]) == 1
@@ -179,7 +179,9 @@ def test_copies_of_the_base_are_compared(serve: Callable[..., Served], tmp_path:
     weight = torch.randn(12, 8)
     save_file({"lm_head.weight": weight}, checkpoint / "model.safetensors")
     head = LoRATarget("lm_head", 12, 8, "head", ("lm_head.weight",))
-    server = serve(options=OPTIONS, model_facts=facts(lora_targets={"lm_head": head}, directory=str(checkpoint)))
+    server = serve(
+        options=OPTIONS, model_info=make_model_info(lora_targets={"lm_head": head}, directory=str(checkpoint))
+    )
     directory = tmp_path / "adapter"
     write_adapter(directory)
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["lm_head"]}
@@ -208,7 +210,7 @@ def test_fingerprints_follow_the_adapter(server: Served, tmp_path: Path) -> None
 
 def test_the_name_of_a_loaded_adapter_is_enough_offline(tmp_path: Path) -> None:
     async def run() -> None:
-        registry = AdapterRegistry(FACTS, 16, ["demo"])
+        registry = AdapterRegistry(MODEL_INFO, 16, ["demo"])
         with pytest.raises(InvalidRequest, match=r"there is no adapter sql; load it with LoRARequest\('sql', path\)"):
             await registry.obtain("sql")
         loaded = await registry.obtain(LoRARequest("sql", write_adapter(tmp_path / "sql")))

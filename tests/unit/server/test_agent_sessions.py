@@ -52,7 +52,7 @@ def serve_turns(serve: Serve, model: ServedModel) -> Callable[..., Served]:
     def make(*texts: str) -> Served:
         waiting = [model.tokenizer.encode(text + "<|end|>", add_special_tokens=False) for text in texts]
         script: Script = lambda request: waiting.pop(0)  # noqa: E731
-        return serve(script=script, served_model=with_tools(model), model_facts=None)
+        return serve(script=script, served_model=with_tools(model), model_info=None)
 
     return make
 

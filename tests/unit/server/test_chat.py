@@ -17,7 +17,7 @@ from serve_llm.server.schema.chat import ChatCompletion, ChatEvent, ChatRequest
 from serve_llm.server.schema.completions import CompletionRequest
 from serve_llm.server.storage.storage import Storage
 from support.asgi import Reply, fetch
-from support.fakes import ScriptedEngine, facts, logprobs_of
+from support.fakes import ScriptedEngine, logprobs_of, make_model_info
 from support.serving import TEXT, Served
 
 Serve = Callable[..., Served]
@@ -364,7 +364,7 @@ def test_a_model_without_a_template_says_so(model: ServedModel) -> None:
 
 
 def test_a_long_conversation_is_prepared_outside_the_event_loop(serve: Serve) -> None:
-    served = serve(model_facts=facts(max_model_len=10**6))
+    served = serve(model_info=make_model_info(max_model_len=10**6))
     assert served.chat(messages=HI * 5000, max_tokens=1).status == 200
     assert len(served.engine.submitted[0].prompt_ids) > 10_000
 

@@ -43,7 +43,7 @@ TRIGGER: Json = {"type": "compaction_trigger"}
 
 @pytest.fixture
 def served(serve: Serve, model: ServedModel) -> Served:
-    return serve(REASONED + "<|end|>", served_model=with_tools(model), model_facts=None)
+    return serve(REASONED + "<|end|>", served_model=with_tools(model), model_info=None)
 
 
 def compact(served: Served, **fields: Any) -> Json:
@@ -123,7 +123,7 @@ def test_a_conversation_is_required(served: Served, fields: Json) -> None:
 
 
 def test_no_summary_is_an_error(serve: Serve, model: ServedModel) -> None:
-    served = serve("<think>\nHm.\n</think>\n\n<|end|>", served_model=with_tools(model), model_facts=None)
+    served = serve("<think>\nHm.\n</think>\n\n<|end|>", served_model=with_tools(model), model_info=None)
     reply = served.post(PATH, {"input": CONVERSATION})
     assert reply.status == 500 and "no summary" in reply.json()["error"]["message"]
 

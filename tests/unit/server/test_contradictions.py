@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def send(serve: Serve, model: ServedModel, path: str, *, stream: bool, num_steps: int) -> Reply:
     """Send a request. num_steps: engine steps before the contradiction is detected."""
-    served = serve("Hello, you there.<|end|>", served_model=with_tools(model), model_facts=None, automatic=False)
+    served = serve("Hello, you there.<|end|>", served_model=with_tools(model), model_info=None, automatic=False)
 
     async def run() -> Reply:
         call = Call(served.app, "POST", path, {**BODIES[path], "stream": stream})

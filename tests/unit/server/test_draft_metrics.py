@@ -11,7 +11,7 @@ from support.serving import Served
 def test_drafts_have_no_source_before_an_engine_is_ready(served: Served) -> None:
     """Otherwise, their counters would begin with the source "none", and later be other series."""
     served.engine.ready = False
-    served.engine.facts = msgspec.structs.replace(served.engine.facts, draft_source="ngram")
+    served.engine.model_info = msgspec.structs.replace(served.engine.model_info, draft_source="ngram")
     text = served.get("/metrics").content.decode()
     assert (
         "# TYPE serve_llm_spec_decode_num_drafts_total" in text
@@ -24,7 +24,7 @@ def test_drafts_have_no_source_before_an_engine_is_ready(served: Served) -> None
 
 
 def test_lookups_beside_a_draft_model_are_counted_apart(served: Served) -> None:
-    served.engine.facts = msgspec.structs.replace(served.engine.facts, draft_source="draft_model")
+    served.engine.model_info = msgspec.structs.replace(served.engine.model_info, draft_source="draft_model")
     stats = SchedulerStats()
     stats.count_draft(4, 3)
     stats.count_draft(8, 8, is_looked_up=True)

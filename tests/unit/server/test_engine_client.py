@@ -15,7 +15,7 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import EngineCoreOutput, EngineCoreRequest, FinishReason, Sampling, SchedulerStats
 from serve_llm.server.engines.client import EngineClient, _ray_cluster
 from serve_llm.server.metrics.meter import Clock, Meter
-from support.fakes import facts
+from support.fakes import make_model_info
 
 
 class FakeRay:
@@ -75,7 +75,7 @@ def test_messages_in_both_directions_arrive_in_order() -> None:
 
     def serve(peer: Peer) -> list[int]:
         assert isinstance(peer.receive(), messages.Start)
-        peer.send(messages.EngineReady(facts()))
+        peer.send(messages.EngineReady(make_model_info()))
         submitted: list[int] = []
         while len(submitted) < len(requests):
             message = peer.receive()

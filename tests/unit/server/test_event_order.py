@@ -55,7 +55,7 @@ ROUTES = [MESSAGES, RESPONSES]
 @pytest.fixture
 def serve_text(serve: ServeText, model: ServedModel) -> ServeText:
     def make(**more: Any) -> Served:
-        return serve(TEXT + "<|end|>", **{"served_model": with_tools(model), "model_facts": None, **more})
+        return serve(TEXT + "<|end|>", **{"served_model": with_tools(model), "model_info": None, **more})
 
     return make
 

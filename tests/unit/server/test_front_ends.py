@@ -270,7 +270,7 @@ def test_collections_skip_what_a_front_end_loaded(served: Served, monkeypatch: p
     monkeypatch.setattr(ServedModel, "load", lambda directory, options: served.model)
     monkeypatch.setattr(PromptPool, "start_first_worker", lambda pool: order.append("built"))
     monkeypatch.setattr(FrontEnd, "_send", lambda front_end, message: order.append(type(message).__name__))
-    setup = messages.Setup(make_options("demo"), "demo", served.engine.facts, 1, 1, "socket", 0, None)
+    setup = messages.Setup(make_options("demo"), "demo", served.engine.model_info, 1, 1, "socket", 0, None)
 
     async def load() -> None:
         with socket.socket() as listener:

@@ -23,7 +23,7 @@ CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls -l"}}\n</tool
 
 @pytest.fixture
 def served(serve: Callable[..., Served], model: ServedModel) -> Served:
-    return serve(CALL, served_model=with_tools(model), model_facts=None)
+    return serve(CALL, served_model=with_tools(model), model_info=None)
 
 
 def ask(served: Served, tools: list[Any], **fields: Any) -> Reply:

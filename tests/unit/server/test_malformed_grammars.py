@@ -27,7 +27,7 @@ CASES = [
 
 @pytest.fixture
 def served(serve: Callable[..., Served], model: ServedModel) -> Served:
-    return serve("Hello.<|end|>", served_model=with_tools(model), model_facts=None)
+    return serve("Hello.<|end|>", served_model=with_tools(model), model_info=None)
 
 
 @pytest.mark.parametrize(("syntax", "definition", "problem"), CASES)

@@ -21,7 +21,7 @@ RESULT = {"type": "search_result", "title": "T", "source": "http://s", "content"
 
 @pytest.fixture
 def served(serve: Callable[..., Served], model: ServedModel) -> Served:
-    return serve("Hello.<|end|>", served_model=with_tools(model), model_facts=None)
+    return serve("Hello.<|end|>", served_model=with_tools(model), model_info=None)
 
 
 def ask(served: Served, *blocks: Json) -> Reply:

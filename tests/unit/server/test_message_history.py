@@ -12,7 +12,7 @@ from anthropic.types.beta import BetaContentBlockParam
 
 from serve_llm.server.prompt.model import ServedModel
 from support.asgi import Reply
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.serving import Served
 from support.tools import with_tools
 
@@ -21,7 +21,7 @@ CLOCK = {"name": "clock", "input_schema": {"type": "object"}}
 
 @pytest.fixture
 def served(serve: Callable[..., Served], model: ServedModel) -> Served:
-    return serve("Hello.<|end|>", served_model=with_tools(model), model_facts=None)
+    return serve("Hello.<|end|>", served_model=with_tools(model), model_info=None)
 
 
 def ask(served: Served, path: str = "/v1/messages", **fields: Any) -> Reply:
@@ -144,7 +144,7 @@ def test_a_choice_of_server_tools_is_skipped_with_them(
 
 def test_clients_find_how_much_too_long_a_prompt_is(serve: Callable[..., Served]) -> None:
     """Claude Code offers to compact the conversation when it reads these words."""
-    served = serve("Hello.", model_facts=facts(max_model_len=16))
+    served = serve("Hello.", model_info=make_model_info(max_model_len=16))
     for text in ("a b c d e f g h i j k l m n o p q r s t", "x " * 99999):
         reply = ask(served, messages=[{"role": "user", "content": text}])
         error = reply.json()["error"]

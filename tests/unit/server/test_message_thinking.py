@@ -22,7 +22,7 @@ OMITTED: Json = {"type": "adaptive", "display": "omitted"}
 
 @pytest.fixture
 def served(serve: Serve, model: ServedModel) -> Served:
-    return serve(WRITTEN, served_model=with_tools(model), model_facts=None)
+    return serve(WRITTEN, served_model=with_tools(model), model_info=None)
 
 
 def ask(served: Served, **fields: Any) -> Json:

@@ -14,7 +14,7 @@ from support import agent_events
 from support.agent_events import fold_message as fold
 from support.agent_events import strip_message as strip
 from support.asgi import Call, Reply
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.matrix import mostly_slow
 from support.serving import Served
 from support.tools import with_tools, write_call
@@ -41,7 +41,7 @@ THOUGHT = "<think>\nHm, a < b.\n</think>\n\n"
 @pytest.fixture
 def serve_text(serve: Serve, model: ServedModel) -> ServeText:
     def make(text: str, **more: Any) -> Served:
-        return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_facts": None, **more})
+        return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_info": None, **more})
 
     return make
 
@@ -134,7 +134,7 @@ def test_stop_sequence_and_max_tokens(serve_text: ServeText) -> None:
 def test_the_end_of_the_context_is_told_from_max_tokens(
     serve: Serve, serve_text: ServeText, model: ServedModel
 ) -> None:
-    served = serve(" one" * 300, served_model=with_tools(model), model_facts=facts(max_model_len=100))
+    served = serve(" one" * 300, served_model=with_tools(model), model_info=make_model_info(max_model_len=100))
     assert ask(served, max_tokens=1).status == 200
     room = 100 - len(served.engine.submitted[-1].prompt_ids)
     for max_tokens, reason in ((room + 1, "model_context_window_exceeded"), (room, "max_tokens")):
@@ -163,7 +163,7 @@ def test_max_tokens_is_an_upper_bound(serve_text: ServeText) -> None:
     served = serve_text("Hello.")
     assert ask(served, max_tokens=10**6).status == 200
     request = served.engine.submitted[-1]
-    assert request.sampling.max_tokens + len(request.prompt_ids) <= served.engine.facts.max_model_len
+    assert request.sampling.max_tokens + len(request.prompt_ids) <= served.engine.model_info.max_model_len
 
 
 def test_the_conversation_reaches_the_template(serve_text: ServeText) -> None:

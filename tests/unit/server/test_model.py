@@ -21,7 +21,7 @@ from serve_llm.server.prompt.tokenizer import load_tokenizer
 from serve_llm.server.prompt.validate import prepare
 from serve_llm.server.sampling_params import SamplingParams
 from support.chat_templates import TEMPLATES
-from support.fakes import facts
+from support.fakes import make_model_info
 
 DEMO = resolve_model("demo")
 
@@ -64,7 +64,7 @@ def test_end_ids_come_from_the_best_source(checkpoint: Path) -> None:
 def test_suppressed_ids_are_banned_in_every_request(checkpoint: Path) -> None:
     change(checkpoint / "generation_config.json", suppress_tokens=[3, 4, 99999])
     model = load(checkpoint)
-    (sampling,) = prepare([[5]], SamplingParams(), model, facts(vocab_size=4096)).samplings
+    (sampling,) = prepare([[5]], SamplingParams(), model, make_model_info(vocab_size=4096)).samplings
     assert sampling.bad_words_ids == ((3,), (4,))
     assert load(checkpoint, generation_config="none").suppressed_ids == ()
     change(checkpoint / "generation_config.json", suppress_tokens=[-1, 5])

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi import checks
 
 from serve_llm.server.prompt.model import ServedModel
 from support.asgi import Call, Reply
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.fill_in_middle import FIM, add_tokens
 from support.matrix import mostly_slow
 from support.serving import Served
@@ -222,8 +222,8 @@ def make_case(server: Server, path: str, body: dict[str, object]) -> Case:
 )
 def test_routes_of_models_that_return_vectors(serve: Callable[..., Served], path: str, task: str) -> None:
     size = 3 if path != "/rerank" or task == "embed" else 1
-    known = facts(generates=False, pooling_task=task, vector_size=size)
-    server = Server(serve(script=lambda request: (1.0, *[0.0] * (size - 1)), model_facts=known))
+    known = make_model_info(generates=False, pooling_task=task, vector_size=size)
+    server = Server(serve(script=lambda request: (1.0, *[0.0] * (size - 1)), model_info=known))
     try:
         assert server.check(make_case(server, path, VALID[path]), []).status == 200
         check_body(server, "POST", path, GenerationMode.POSITIVE, 60, strict=True)
@@ -234,7 +234,7 @@ def test_routes_of_models_that_return_vectors(serve: Callable[..., Served], path
 
 @pytest.mark.slow
 def test_infill_of_a_model_that_fills_in(serve: Callable[..., Served], model: ServedModel) -> None:
-    served = serve("pass", served_model=add_tokens(model, *FIM), model_facts=facts(vocab_size=4200))
+    served = serve("pass", served_model=add_tokens(model, *FIM), model_info=make_model_info(vocab_size=4200))
     server = Server(served)
     try:
         case = make_case(server, "/infill", {"input_prefix": "def f():", "input_suffix": "return", "n_predict": 2})

@@ -198,7 +198,7 @@ def test_anthropics_form_of_effort_and_format(serve: Serve, model: ServedModel) 
 
 
 def test_thoughts_may_be_omitted_as_in_anthropics_api(serve: Serve, model: ServedModel) -> None:
-    served = serve("<think>\nHm.\n</think>\n\nYes.<|end|>", served_model=with_tools(model), model_facts=None)
+    served = serve("<think>\nHm.\n</think>\n\nYes.<|end|>", served_model=with_tools(model), model_info=None)
     for display, reasoning in (("summarized", "Hm."), ("omitted", None)):
         message = served.chat(thinking={"type": "adaptive", "display": display}).json()["choices"][0]["message"]
         assert message["content"] == "Yes." and message.get("reasoning") == reasoning

@@ -19,7 +19,7 @@ from serve_llm.server.prompt.jobs import JobContext
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import SMALL_BYTES, PromptPool
 from serve_llm.server.prompt.text_jobs import TokenizeResult
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.matrix import mostly_slow
 from support.serving import Served
 
@@ -30,7 +30,7 @@ ALLOWED = {"trust_request_chat_template": True, "limit": ("prompt-seconds=1", "t
 @pytest.fixture
 def pool(model: ServedModel) -> Iterator[PromptPool]:
     options = make_options("demo", limit=("prompt-seconds=1",))
-    made = PromptPool(JobContext(model, facts(), options.limits), options)
+    made = PromptPool(JobContext(model, make_model_info(), options.limits), options)
     yield made
     made.close()
 

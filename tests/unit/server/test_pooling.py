@@ -20,7 +20,7 @@ from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.reranker_prompt import SUFFIX
 from serve_llm.server.prompt.validate import prepare_pooling
 from serve_llm.server.routes.pooling import PAUSE_BYTES
-from support.fakes import ScriptedEngine, facts
+from support.fakes import ScriptedEngine, make_model_info
 from support.refused_pairs import FIELDS, REFUSALS
 from support.vector_models import EMBEDDER, VECTORS, Serve, by_length, serve_classifier, serve_embedder
 
@@ -39,7 +39,9 @@ class TestEmbeddings:
 
     def test_texts_begin_with_the_default_prompt(self, serve: Serve, model: ServedModel) -> None:
         prompted = dataclasses.replace(model, vectors=dataclasses.replace(model.vectors, prompt="Find: "))
-        served = serve(script=by_length, model_facts=facts(**EMBEDDER | {"max_model_len": 64}), served_model=prompted)
+        served = serve(
+            script=by_length, model_info=make_model_info(**EMBEDDER | {"max_model_len": 64}), served_model=prompted
+        )
 
         def submit(path: str, **body: object) -> list[list[int]]:
             before = len(served.engine.submitted)
@@ -104,7 +106,7 @@ class TestEmbeddings:
         size = 3 * PAUSE_BYTES // 40
         served = serve(
             script=lambda request: [float(len(request.prompt_ids))] * size,
-            model_facts=facts(**{**EMBEDDER, "vector_size": size}),
+            model_info=make_model_info(**{**EMBEDDER, "vector_size": size}),
         )
         data = served.post("/v1/embeddings", {"input": [[5], [5, 6], [5, 6, 7]]}).json()["data"]
         assert [entry["embedding"] for entry in data] == [[1.0] * size, [2.0] * size, [3.0] * size]
@@ -133,7 +135,9 @@ class TestEmbeddings:
     @pytest.mark.parametrize("encoding", ["float", "base64"])
     def test_dimensions_cut_and_scale(self, serve: Serve, model: ServedModel, encoding: str) -> None:
         trained = dataclasses.replace(model, vectors=dataclasses.replace(model.vectors, dimensions=()))
-        served = serve(script=lambda request: (3.0, 4.0, 12.0), model_facts=facts(**EMBEDDER), served_model=trained)
+        served = serve(
+            script=lambda request: (3.0, 4.0, 12.0), model_info=make_model_info(**EMBEDDER), served_model=trained
+        )
         body = {"input": "x", "dimensions": 2, "encoding_format": encoding}
         found = served.post("/v1/embeddings", body).json()["data"][0]["embedding"]
         if encoding == "base64":
@@ -205,7 +209,7 @@ class TestScores:
     def test_cosine_of_embeddings(self, serve: Serve, path: str, names: tuple[str, str]) -> None:
         served = serve(
             script=lambda request: (1.0, 1.0) if request.prompt_ids == served.ids("a") else (0.0, 2.0),
-            model_facts=facts(**EMBEDDER),
+            model_info=make_model_info(**EMBEDDER),
         )
         body = served.post(path, {names[0]: "a", names[1]: ["a", "b"]}).json()
         assert [entry["object"] for entry in body["data"]] == ["score", "score"]
@@ -274,7 +278,7 @@ def test_the_prompt_of_qwen3_reranker(serve: Serve, model: ServedModel) -> None:
     vectors = dataclasses.replace(model.vectors, has_token_classes=True, labels=("no", "yes"), activation="softmax")
     served = serve(
         script=lambda request: (0.0, math.log(3.0)),
-        model_facts=facts(generates=False, pooling_task="classify", vector_size=2),
+        model_info=make_model_info(generates=False, pooling_task="classify", vector_size=2),
         served_model=dataclasses.replace(model, vectors=vectors),
     )
     body = {"query": "q", "documents": ["d"], "instruction": "find it"}
@@ -292,11 +296,11 @@ def test_the_prompt_of_qwen3_reranker(serve: Serve, model: ServedModel) -> None:
 def test_a_request_survives_its_engine(model: ServedModel) -> None:
     async def run() -> list[bytes | None]:
         engines = [
-            ScriptedEngine(by_length, automatic=False, model_facts=facts(**EMBEDDER), meter=Meter(Clock()))
+            ScriptedEngine(by_length, automatic=False, model_info=make_model_info(**EMBEDDER), meter=Meter(Clock()))
             for _ in range(2)
         ]
         replicas = Replicas(engines[:1])
-        request = prepare_pooling([[5], [5, 6]], facts(**EMBEDDER), places=["input[0]", "input[1]"])
+        request = prepare_pooling([[5], [5, 6]], make_model_info(**EMBEDDER), places=["input[0]", "input[1]"])
         with Generator(LocalDispatcher(replicas), model).open(request) as generation:
             replicas.drop_lost({0: []}, EngineDead("killed"))
             replicas.join({0: engines[1]})
@@ -308,7 +312,7 @@ def test_a_request_survives_its_engine(model: ServedModel) -> None:
 
 @pytest.mark.parametrize(("pair", "field", "message"), REFUSALS)
 def test_pairs_of_features_that_are_refused(serve: Serve, pair: str, field: str, message: str) -> None:
-    served = serve(script=by_length, model_facts=facts(**EMBEDDER | {"generates": True}))
+    served = serve(script=by_length, model_info=make_model_info(**EMBEDDER | {"generates": True}))
     reply = served.post("/v1/embeddings", {"input": [[5]], "model": "demo", field: FIELDS[field]})
     error = reply.json()["error"]
     assert (reply.status, error["message"], error["param"], error["code"]) == (400, message, field, "unsupported"), pair

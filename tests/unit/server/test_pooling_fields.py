@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from serve_llm.server.prompt.model import ServedModel
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -19,7 +19,7 @@ EMBEDDER = {"generates": False, "pooling_task": "embed", "vector_size": 3}
 
 
 def serve_vectors(serve: Serve, options: dict[str, object] | None = None) -> Served:
-    return serve(script=lambda request: (0.6, 0.8, 0.0), model_facts=facts(**EMBEDDER), options=options)
+    return serve(script=lambda request: (0.6, 0.8, 0.0), model_info=make_model_info(**EMBEDDER), options=options)
 
 
 def serve_classes(
@@ -30,7 +30,7 @@ def serve_classes(
 ) -> Served:
     more = {} if served_model is None else {"served_model": served_model}
     changed = {"generates": False, "pooling_task": "classify", "vector_size": len(logits)}
-    return serve(script=lambda request: logits, model_facts=facts(**changed), options=options, **more)
+    return serve(script=lambda request: logits, model_info=make_model_info(**changed), options=options, **more)
 
 
 BODIES = {
@@ -93,7 +93,9 @@ def test_fields_of_peers_without_effect_are_named(serve: Serve) -> None:
 def test_length_of_embeddings(serve: Serve, model: ServedModel, name: str) -> None:
     long = dataclasses.replace(model, vectors=dataclasses.replace(model.vectors, has_unit_length=False))
     for has_unit_length, served_model in ((True, model), (False, long)):
-        served = serve(script=lambda request: (3.0, 0.0, 4.0), model_facts=facts(**EMBEDDER), served_model=served_model)
+        served = serve(
+            script=lambda request: (3.0, 0.0, 4.0), model_info=make_model_info(**EMBEDDER), served_model=served_model
+        )
         for path, key in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
             default = served.post(path, {"input": "a"}).json()["data"][0][key]
             assert default == [3.0, 0.0, 4.0], "as the engine computed it"
@@ -134,7 +136,7 @@ def test_vectors_of_tokens(serve: Serve, model: ServedModel, normalize: bool | N
     rows = [(3.0, 4.0, 0.0), (0.0, -2.0, 1.0), (8.0, 6.0, 2.0)]
     served = serve(
         script=lambda request: [number for row in rows[: len(request.prompt_ids)] for number in row],
-        model_facts=facts(**EMBEDDER, token_vector_size=3),
+        model_info=make_model_info(**EMBEDDER, token_vector_size=3),
         served_model=matryoshka,
     )
     body = {"input": [[1, 2], [3, 4, 5]], "task": "token_embed", "normalize": normalize, "dimensions": dimensions}
@@ -160,7 +162,7 @@ def serve_token_classes(serve: Serve) -> Served:
     """Serve two token classes, whose logits are 0 and the token's position."""
     return serve(
         script=lambda request: [number for place in range(len(request.prompt_ids)) for number in (0.0, place)],
-        model_facts=facts(generates=False, pooling_task="token_classify", vector_size=2, token_vector_size=2),
+        model_info=make_model_info(generates=False, pooling_task="token_classify", vector_size=2, token_vector_size=2),
     )
 
 
@@ -208,7 +210,7 @@ def test_too_many_vectors_of_tokens(serve: Serve) -> None:
     options = {"limit": ["token-vector-numbers=15"]}
     served = serve(
         script=lambda request: [1.0] * 3 * len(request.prompt_ids),
-        model_facts=facts(**EMBEDDER, token_vector_size=3),
+        model_info=make_model_info(**EMBEDDER, token_vector_size=3),
         options=options,
     )
     assert served.post("/pooling", {"input": [[1, 2], [3, 4, 5]], "task": "token_embed"}).status == 200
@@ -248,7 +250,7 @@ def test_invocations_tell_requests_for_vectors_apart(serve: Serve, body: dict[st
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/rerank"])
 def test_truncate_cuts_long_texts(serve: Serve, path: str, truncate: object, side: str) -> None:
     """The parameter is the one of Jina's, Nvidia's and Hugging Face's servers."""
-    served = serve(script=lambda request: (0.6, 0.8, 0.0), model_facts=facts(**EMBEDDER, max_model_len=16))
+    served = serve(script=lambda request: (0.6, 0.8, 0.0), model_info=make_model_info(**EMBEDDER, max_model_len=16))
     text = " ".join(f"word{number}" for number in range(40))
     body = BODIES[path] | ({"documents": [text]} if path == "/rerank" else {"input": text})
     ids = served.model.tokenizer.encode(text, add_special_tokens=True)

@@ -26,7 +26,7 @@ from serve_llm.server.engines import restarts
 from serve_llm.server.engines.process import EngineDeath, EngineProcess
 from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.metrics.meter import Clock, Meter
-from support.fakes import facts
+from support.fakes import make_model_info
 
 POLL_SECONDS = 0.001
 
@@ -224,7 +224,7 @@ def test_a_replacement_that_cannot_be_launched_is_tried_again(monkeypatch: pytes
         return launched[-1]
 
     async def become_ready(engine: EngineProcess) -> None:
-        engine.client._facts = facts()
+        engine.client._model_info = make_model_info()
         engine._running = asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(process_module, "launch", launch_or_fail)

@@ -14,7 +14,7 @@ from serve_llm.server.engines.quarantine import CLEARING_TOKENS, SUSPECT_DEATHS
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.metrics.meter import Clock, Meter
 from support.asgi import Call
-from support.fakes import ScriptedEngine, facts
+from support.fakes import ScriptedEngine, make_model_info
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -334,13 +334,13 @@ def test_counters_never_decrease() -> None:
     asyncio.run(run())
 
 
-def test_facts_are_those_of_the_newest_process() -> None:
+def test_model_info_is_that_of_the_newest_process() -> None:
     async def run() -> None:
         one = Deployment()
         one.kill()
-        replaced = ScriptedEngine(lambda request: [5], model_facts=facts(num_kv_blocks=77))
+        replaced = ScriptedEngine(lambda request: [5], model_info=make_model_info(num_kv_blocks=77))
         one.replicas.join({0: replaced})
-        assert one.replicas.facts.num_kv_blocks == 77
+        assert one.replicas.model_info.num_kv_blocks == 77
 
     asyncio.run(run())
 

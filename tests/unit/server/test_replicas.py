@@ -13,7 +13,7 @@ from serve_llm.server.engines.replica import Replica
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.generate.dispatcher import LocalDispatcher
 from support.asgi import Call
-from support.fakes import ScriptedEngine, facts
+from support.fakes import ScriptedEngine, make_model_info
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -125,7 +125,7 @@ def test_without_prefix_caching_equal_prompts_are_spread() -> None:
 
 def test_blocks_in_host_memory_count_for_routing() -> None:
     async def run() -> None:
-        replicas = Replicas(engines(2, model_facts=facts(num_kv_blocks=70, num_offload_blocks=30)))
+        replicas = Replicas(engines(2, model_info=make_model_info(num_kv_blocks=70, num_offload_blocks=30)))
         assert replicas._router is not None and replicas._router._capacities == [100, 100]
 
     asyncio.run(run())
@@ -134,9 +134,9 @@ def test_blocks_in_host_memory_count_for_routing() -> None:
 def test_replicas_are_ready_when_one_is_and_share_the_smallest_cache() -> None:
     async def run() -> None:
         both = engines(2)
-        both[1].facts = facts(num_kv_blocks=100, kv_cache_tokens=1600)
+        both[1].model_info = make_model_info(num_kv_blocks=100, kv_cache_tokens=1600)
         replicas = Replicas(both)
-        assert replicas.ready and replicas.facts.kv_cache_tokens == 1600
+        assert replicas.ready and replicas.model_info.kv_cache_tokens == 1600
         both[1].ready = False
         assert replicas.ready
         both[0].ready = False

@@ -13,7 +13,7 @@ from serve_llm.common.errors import OptionError
 from serve_llm.common.logs import configure
 from serve_llm.common.options.sources import make_options, parse_args
 from serve_llm.server.http.auth import name_owner
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -62,10 +62,8 @@ def test_the_beginning_of_each_prompt_if_it_is_asked_for(serve: Serve, caplog: p
 
 def test_vectors(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    model_facts = facts(generates=False, pooling_task="embed", vector_size=3)
-    served = serve(
-        script=lambda request: (1.0, 0.0, 0.0), model_facts=model_facts, options={"enable_log_requests": True}
-    )
+    model_info = make_model_info(generates=False, pooling_task="embed", vector_size=3)
+    served = serve(script=lambda request: (1.0, 0.0, 0.0), model_info=model_info, options={"enable_log_requests": True})
     assert served.post("/v1/embeddings", {"input": ["hidden", "b"]}).status == 200
     (line,) = read_lines(caplog)
     assert "/v1/embeddings, model demo, " in line and line.endswith(" prompt tokens") and "hidden" not in line

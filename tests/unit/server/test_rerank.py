@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.vector_models import EMBEDDER, Serve, serve_classifier, serve_embedder
 
 
@@ -13,7 +13,7 @@ class TestRerank:
     def test_sorted_with_documents(self, serve: Serve, path: str) -> None:
         served = serve(
             script=lambda request: (1.0, 0.0) if request.prompt_ids == served.ids("b") else (0.6, 0.8),
-            model_facts=facts(**EMBEDDER),
+            model_info=make_model_info(**EMBEDDER),
         )
         body = {"query": "b", "documents": ["a", {"text": "b"}]}
         reply = served.post(path, body).json()
@@ -91,7 +91,9 @@ class TestRerank:
         assert error == error | {"param": "documents", "message": "documents[1] with query has no tokens"}
 
     def test_no_cosine_is_above_one(self, serve: Serve) -> None:
-        served = serve(script=lambda request: (0.0, 0.3, 0.7), model_facts=facts(**EMBEDDER))  # rounds to 1 + 2**-52
+        served = serve(
+            script=lambda request: (0.0, 0.3, 0.7), model_info=make_model_info(**EMBEDDER)
+        )  # rounds to 1 + 2**-52
         (result,) = served.post("/rerank", {"query": "a", "documents": ["b"]}).json()["results"]
         assert result["relevance_score"] == 1.0
 

@@ -36,7 +36,7 @@ def test_metadata_is_bounded(serve: Serve, metadata: object, param: str | None) 
 
 
 def test_unknown_fields_inside_of_others_are_named(serve: Serve, model: ServedModel) -> None:
-    served = serve("Hello.<|end|>", served_model=with_tools(model), model_facts=None)
+    served = serve("Hello.<|end|>", served_model=with_tools(model), model_info=None)
     clock = {"type": "function", "name": "clock", "parameters": {"type": "object"}, "zzz": 1, "none": None}
     body = {
         "input": "Hi",
@@ -139,7 +139,7 @@ def test_variables_of_the_template(serve: Serve, model: ServedModel) -> None:
 
 def test_reasoning_may_be_left_out(serve: Serve, model: ServedModel) -> None:
     script = "<think>\nHm.\n</think>\n\nYes.<|end|>"
-    served = serve(script, served_model=with_tools(model), model_facts=None)
+    served = serve(script, served_model=with_tools(model), model_info=None)
     for include, kinds in ((True, ["reasoning", "message"]), (False, ["message"])):
         reply = served.post("/v1/responses", {"input": "Hi", "include_reasoning": include})
         assert [item["type"] for item in reply.json()["output"]] == kinds

@@ -24,7 +24,7 @@ CUT: Json = {"type": "function_call", "status": "incomplete", "call_id": "1", "n
 
 @pytest.fixture
 def served(serve: Callable[..., Served], model: ServedModel) -> Served:
-    return serve("Hello.<|end|>", served_model=with_tools(model), model_facts=None)
+    return serve("Hello.<|end|>", served_model=with_tools(model), model_info=None)
 
 
 def ask(served: Served, *items: Json) -> Reply:

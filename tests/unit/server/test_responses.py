@@ -52,7 +52,7 @@ REPEATED = [{**FUNCTION, **WEATHER}, {**FUNCTION, **TOOLS[1]}, PATCH]
 @pytest.fixture
 def serve_text(serve: Serve, model: ServedModel) -> ServeText:
     def make(text: str, **more: Any) -> Served:
-        return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_facts": None, **more})
+        return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_info": None, **more})
 
     return make
 

@@ -53,7 +53,7 @@ MESSAGE: Json = {
 @pytest.fixture
 def served(serve: Serve, model: ServedModel) -> Served:
     options = {"responses_store": "memory"}
-    return serve(TEXT, served_model=with_tools(model), model_facts=None, options=options)
+    return serve(TEXT, served_model=with_tools(model), model_info=None, options=options)
 
 
 def check(kind: Any, reply: Reply) -> None:

@@ -18,7 +18,7 @@ from serve_llm.server.schema.chat import ChatCompletion, ChatEvent
 from serve_llm.server.schema.completions import Completion
 from serve_llm.server.schema.infill import InfillEvent, InfillReply
 from support.asgi import Reply
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.fill_in_middle import FIM, add_tokens
 from support.serving import Served
 
@@ -204,7 +204,9 @@ def test_documents_reach_templates_that_show_them(serve: Serve, model: ServedMod
 def test_a_suffix_is_written_as_the_model_knows_it(
     serve: Serve, model: ServedModel, names: tuple[str, ...], order: str
 ) -> None:
-    served = serve("pass", served_model=add_tokens(model, *names, "<|file_sep|>"), model_facts=facts(vocab_size=4200))
+    served = serve(
+        "pass", served_model=add_tokens(model, *names, "<|file_sep|>"), model_info=make_model_info(vocab_size=4200)
+    )
     assert served.complete(prompt="def f():\n", suffix="\n    return x", max_tokens=2).status == 200
     request = served.engine.submitted[-1]
     texts = {"P": "def f():\n", "S": "\n    return x"} | {str(index): name for index, name in enumerate(names)}
@@ -234,7 +236,7 @@ INFILL = {"input_prefix": "def f():\n", "input_suffix": "\n", "n_predict": 8, "t
 
 def test_infill_is_what_llama_vim_reads(serve: Serve, model: ServedModel) -> None:
     served = serve(
-        "pass\nelse", served_model=add_tokens(model, *FIM), model_facts=facts(vocab_size=4200), cached_tokens=2
+        "pass\nelse", served_model=add_tokens(model, *FIM), model_info=make_model_info(vocab_size=4200), cached_tokens=2
     )
     body = served.post("/infill", INFILL | {"stop": ["\n"], "new_field": 1, "seed": -1}).json()
     found = InfillReply.model_validate(body, extra="forbid")
@@ -260,7 +262,7 @@ def test_infill_is_what_llama_vim_reads(serve: Serve, model: ServedModel) -> Non
 
 @pytest.mark.parametrize("file_token", [(), ("<|file_sep|>",)])
 def test_infill_puts_other_files_first(serve: Serve, model: ServedModel, file_token: tuple[str, ...]) -> None:
-    served = serve(served_model=add_tokens(model, *FIM, *file_token), model_facts=facts(vocab_size=4200))
+    served = serve(served_model=add_tokens(model, *FIM, *file_token), model_info=make_model_info(vocab_size=4200))
     extra = [{"filename": "a.py", "text": "x = 1"}, {"text": "y = 2"}]
     assert served.post("/infill", INFILL | {"input_extra": extra, "prompt": "re"}).status == 200
     text = served.model.tokenizer.decode(served.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
@@ -272,7 +274,7 @@ def test_infill_puts_other_files_first(serve: Serve, model: ServedModel, file_to
 
 def test_bad_requests_to_fill_in(serve: Serve, model: ServedModel) -> None:
     assert serve().post("/infill", INFILL).json()["error"]["code"] == "unsupported"
-    served = serve(served_model=add_tokens(model, *FIM), model_facts=facts(vocab_size=4200))
+    served = serve(served_model=add_tokens(model, *FIM), model_info=make_model_info(vocab_size=4200))
     for body, param in (
         ({"input_prefix": 3}, "input_prefix"),
         ({"input_prefix": "x " * 4000}, "input_prefix"),

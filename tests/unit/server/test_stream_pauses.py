@@ -51,7 +51,7 @@ class Writer:
 @pytest.fixture
 def served(serve: Serve, model: ServedModel) -> Served:
     text = "Hello, you there.<|end|>"
-    return serve(text, served_model=with_tools(model), model_facts=None, automatic=False)
+    return serve(text, served_model=with_tools(model), model_info=None, automatic=False)
 
 
 def post(served: Served, path: str, writer: Writer | None = None) -> Call:

@@ -22,7 +22,7 @@ from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.structured_output.checker import GrammarChecker
 from serve_llm.server.structured_output.compiler import Grammar, GrammarCompiler, compute_key
 from serve_llm.server.structured_output.params import StructuredOutputs
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.grammars import accepts, compile_grammar, demo
 from support.matrix import mostly_slow
 from support.serving import Served
@@ -41,7 +41,7 @@ def compiler() -> GrammarCompiler:
 @pytest.fixture
 def pool(model: ServedModel) -> Iterator[PromptPool]:
     options = make_options("demo", limit=("prompt-seconds=2",))
-    made = PromptPool(JobContext(model, facts(), options.limits), options)
+    made = PromptPool(JobContext(model, make_model_info(), options.limits), options)
     yield made
     made.close()
 
@@ -288,7 +288,7 @@ def test_a_killed_compilation_names_its_parameter_and_is_not_tried_again(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, padding: int
 ) -> None:
     options = make_options("demo", limit=("prompt-seconds=0.4",))  # less than the grammar takes on any processor
-    pool = PromptPool(JobContext(model, facts(), options.limits), options)
+    pool = PromptPool(JobContext(model, make_model_info(), options.limits), options)
     started: list[PromptWorker] = []
     start = PromptWorker.__init__
 
@@ -312,7 +312,7 @@ def test_a_killed_compilation_names_its_parameter_and_is_not_tried_again(
 
 def test_a_killed_compilation_of_a_part_names_the_part(model: ServedModel) -> None:
     options = make_options("demo", limit=("prompt-seconds=0.4",))
-    pool = PromptPool(JobContext(model, facts(), options.limits), options)
+    pool = PromptPool(JobContext(model, make_model_info(), options.limits), options)
     wanted = {"json": {}, "whitespace_pattern": "(a{1000}){1000}{1000}"}
     body = json.dumps({"prompt": "x", "structured_outputs": wanted}).encode()
     for _ in range(2):
@@ -327,7 +327,7 @@ def test_a_killed_compilation_of_a_schema_names_the_keyword(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = make_options("demo", limit=("prompt-seconds=0.4",))
-    pool = PromptPool(JobContext(model, facts(), options.limits), options)
+    pool = PromptPool(JobContext(model, make_model_info(), options.limits), options)
     schema = {"type": "string", "pattern": "^(a{1000}){1000}{1000}$", "$defs": {"b": {}}}
     body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}}).encode()
     for _ in range(2):

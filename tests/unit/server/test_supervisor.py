@@ -18,7 +18,7 @@ from serve_llm.server.engines import supervisor
 from serve_llm.server.engines.process import EngineDeath
 from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.metrics.meter import Meter
-from support.fakes import ScriptedEngine, facts
+from support.fakes import ScriptedEngine, make_model_info
 
 SHARED = {"data_parallel_size": 3, "enable_expert_parallel": True}
 RANK = EngineDeath(RankFailed("engine 2: a rank failed"), "rank")
@@ -267,7 +267,7 @@ def test_a_replacement_computes_on_the_same_kind_of_device(made: list[Process]) 
 
     async def run() -> None:
         supervisor = Supervisor(make_options("demo", data_parallel_max=2), "/model")
-        made[0].client.facts = facts(device="cuda")
+        made[0].client.model_info = make_model_info(device="cuda")
         await supervisor.start()
         await supervisor.add_engines(2)
         made[0].death.set_result(RANK)

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from serve_llm.server.http.errors import ANSWERS, ServeError, Unavailable, answer_for, error_body
 from serve_llm.server.http.startup_app import StartupApp
 from support.asgi import Call, fetch
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.serving import TEXT, Served
 
 Serve = Callable[..., Served]
@@ -193,7 +193,7 @@ def test_plain_routes_are_called_without_fastapi(served: Served, monkeypatch: py
 
 
 def test_models(serve: Serve) -> None:
-    served = serve(model_facts=facts(max_model_len=77))
+    served = serve(model_info=make_model_info(max_model_len=77))
     found = served.get("/v1/models").json()["data"]
     assert [(card["id"], card["root"], card["max_model_len"]) for card in found] == [("demo", "demo", 77)]
     created = datetime.fromisoformat(found[0]["created_at"])

@@ -29,7 +29,7 @@ def serve_text(serve: Serve, model: ServedModel) -> Callable[..., Served]:
     """Serve an engine that writes a text and ends it."""
 
     def make(text: str, **more: Any) -> Served:
-        return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_facts": None, **more})
+        return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_info": None, **more})
 
     return make
 

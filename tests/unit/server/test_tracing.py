@@ -28,7 +28,7 @@ from serve_llm.server.storage.storage import Storage
 from serve_llm.server.tracing.start import start_tracing
 from serve_llm.server.tracing.tracing import Tracing
 from support.asgi import Call
-from support.fakes import ScriptedEngine, facts
+from support.fakes import ScriptedEngine, make_model_info
 from support.serving import Served
 
 Open = Callable[..., "Traced"]
@@ -167,7 +167,7 @@ def test_a_trace_that_the_client_does_not_sample_is_not_recorded(serve_traced: O
 
 
 def test_vectors(serve_traced: Open) -> None:
-    traced = serve_traced(model_facts=facts(**EMBEDDER))
+    traced = serve_traced(model_info=make_model_info(**EMBEDDER))
     traced.engine.script = lambda request: (1.0, 0.0, 0.0)  # type: ignore[assignment,return-value]
     reply = traced.post("/v1/embeddings", {"input": ["a", "b"]})
     assert reply.status == 200 and reply.headers["traceresponse"]

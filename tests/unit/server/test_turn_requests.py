@@ -22,7 +22,7 @@ from serve_llm.server.prompt.job_results import ValidGenerateRequest
 from serve_llm.server.prompt.jobs import JOBS
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool, build_grammar_compiler
-from support.fakes import facts
+from support.fakes import make_model_info
 from support.grammars import demo
 from support.tools import DIALECT, TEMPLATE, TOOLS, WEATHER, with_tools, write_call
 
@@ -37,7 +37,7 @@ EOS = 1
 
 @pytest.fixture(scope="module")
 def context(model: ServedModel) -> JobContext:
-    context = JobContext(with_tools(model), facts(), Limits(), is_worker=True)
+    context = JobContext(with_tools(model), make_model_info(), Limits(), is_worker=True)
     return context._replace(grammars=build_grammar_compiler(context))
 
 
@@ -180,7 +180,7 @@ def test_a_worker_compiles_turns(tmp_path: Path) -> None:
         "demo", chat_template=str(tmp_path / "template.jinja"), dialect=str(tmp_path / "dialect.json")
     )
     served = ServedModel.load(demo(), options)
-    pool = PromptPool(JobContext(served, facts(), options.limits), options)
+    pool = PromptPool(JobContext(served, make_model_info(), options.limits), options)
     large = {**WEATHER["function"], "description": "x" * 10_000}
     try:
         for tools in ([WEATHER], [{"type": "function", "function": large}]):

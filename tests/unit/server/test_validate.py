@@ -16,13 +16,13 @@ from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.prompt.validate import Echo, TextRequest, check_text, check_volume, prepare
 from serve_llm.server.sampling_params import SamplingParams
-from support.fakes import facts
+from support.fakes import make_model_info
 
-FACTS = facts(max_model_len=32, vocab_size=4096)
+MODEL_INFO = make_model_info(max_model_len=32, vocab_size=4096)
 
 
 def prepared(model: ServedModel, num_prompt: int = 4, default: int | None = None, **params: object) -> TextRequest:
-    return prepare([[40] * num_prompt], SamplingParams(**params), model, FACTS, default_max_tokens=default)
+    return prepare([[40] * num_prompt], SamplingParams(**params), model, MODEL_INFO, default_max_tokens=default)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_how_many_tokens_may_follow(
     ("given", "kept"), [({"truncate_prompt_tokens": 3}, [7, 8, 9]), ({"truncate_prompt_tokens": 99}, list(range(10)))]
 )
 def test_truncation_keeps_the_last_tokens(model: ServedModel, given: dict[str, int], kept: list[int]) -> None:
-    assert prepare([list(range(10))], SamplingParams(**given), model, FACTS).prompts == [kept]
+    assert prepare([list(range(10))], SamplingParams(**given), model, MODEL_INFO).prompts == [kept]
 
 
 def test_truncation_to_what_fits_leaves_room_for_the_answer(model: ServedModel) -> None:
-    found = prepare([list(range(50))], SamplingParams(truncate_prompt_tokens=-1, max_tokens=10), model, FACTS)
+    found = prepare([list(range(50))], SamplingParams(truncate_prompt_tokens=-1, max_tokens=10), model, MODEL_INFO)
     assert found.prompts == [list(range(28, 50))]
 
 
@@ -89,7 +89,7 @@ def test_ids_outside_the_vocabulary_are_refused(
     model: ServedModel, param: str, params: dict[str, object], prompt: list[int]
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        prepare([prompt], SamplingParams(**params), model, FACTS)
+        prepare([prompt], SamplingParams(**params), model, MODEL_INFO)
     assert caught.value.param == param
 
 
@@ -109,7 +109,7 @@ def test_ids_outside_the_vocabulary_are_refused(
 def test_too_much_in_one_request_is_refused(model: ServedModel, params: dict[str, object], problem: str) -> None:
     limits = Limits(prompt_tokens=4000, logprobs=1000)
     for given, expected in ((params, pytest.raises(InvalidRequest, match=problem)), ({}, nullcontext())):
-        request = prepare([[40] * 1000], SamplingParams(**given), model, facts(max_model_len=5000))
+        request = prepare([[40] * 1000], SamplingParams(**given), model, make_model_info(max_model_len=5000))
         with expected:
             check_volume(request, limits, "prompt")
 
@@ -118,9 +118,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model: ServedM
     assert model.tokenizer.longest_token is not None
     text = "x" * (model.tokenizer.longest_token * 33)
     with pytest.raises(InvalidRequest, match=r"at least 33 tokens.*32"):
-        check_text(text, model, FACTS, truncated=False, param="prompt")
-    check_text(text, model, FACTS, truncated=True, param="prompt")
-    check_text("x" * 32, model, FACTS, truncated=False, param="prompt")
+        check_text(text, model, MODEL_INFO, truncated=False, param="prompt")
+    check_text(text, model, MODEL_INFO, truncated=True, param="prompt")
+    check_text("x" * 32, model, MODEL_INFO, truncated=False, param="prompt")
 
 
 def test_a_text_of_which_the_tokenizer_drops_much_may_fit(model: ServedModel) -> None:
@@ -129,7 +129,7 @@ def test_a_text_of_which_the_tokenizer_drops_much_may_fit(model: ServedModel) ->
     rust.pre_tokenizer = Whitespace()  # type: ignore[assignment]
     words = replace(model, tokenizer=Tokenizer(rust, {}))
     text = "a" + " " * 10_000 + "b" * 10_000
-    check_text(text, words, FACTS, truncated=False, param="prompt")
+    check_text(text, words, MODEL_INFO, truncated=False, param="prompt")
     assert words.tokenizer.encode(text, add_special_tokens=False) == [0, 1]
 
 
@@ -153,15 +153,15 @@ def test_bad_words_are_forbidden_with_and_without_a_space(model: ServedModel) ->
 
 def test_echo_with_logprobs_asks_for_the_prompts(model: ServedModel) -> None:
     params = SamplingParams(logprobs=3, prompt_logprobs=1)
-    request = prepare([[40, 41]], params, model, FACTS, echo=[None])
+    request = prepare([[40, 41]], params, model, MODEL_INFO, echo=[None])
     assert request.samplings[0].prompt_logprobs == 3
     assert request.echoes == [Echo(model.tokenizer.decode([40, 41]))]
-    assert prepare([[40]], SamplingParams(logprobs=3), model, FACTS).samplings[0].prompt_logprobs is None
+    assert prepare([[40]], SamplingParams(logprobs=3), model, MODEL_INFO).samplings[0].prompt_logprobs is None
 
 
 def test_echo_is_the_text_that_came_unless_it_was_cut(model: ServedModel) -> None:
     ids = model.tokenizer.encode("<|user|>ab cd", add_special_tokens=False)
-    whole = prepare([ids], SamplingParams(), model, FACTS, echo=[Echo("<|user|>ab cd")])
+    whole = prepare([ids], SamplingParams(), model, MODEL_INFO, echo=[Echo("<|user|>ab cd")])
     assert whole.echoes == [Echo("<|user|>ab cd")]
-    cut = prepare([ids], SamplingParams(truncate_prompt_tokens=1), model, FACTS, echo=[Echo("<|user|>ab cd")])
+    cut = prepare([ids], SamplingParams(truncate_prompt_tokens=1), model, MODEL_INFO, echo=[Echo("<|user|>ab cd")])
     assert cut.echoes == [Echo(model.tokenizer.decode(ids[-1:]))]

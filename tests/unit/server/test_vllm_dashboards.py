@@ -16,7 +16,7 @@ from serve_llm.common.types import Adapter, EngineCoreRequest, LoRATarget, Offlo
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.metrics.http_meter import HttpMeter
 from support.asgi import fetch
-from support.fakes import ScriptedEngine, facts
+from support.fakes import ScriptedEngine, make_model_info
 from support.front_ends import find_replicas, link
 from support.serving import Served
 from support.vllm_dashboards import NOT_SERVED, SERVED, VALUES
@@ -24,7 +24,7 @@ from support.vllm_dashboards import NOT_SERVED, SERVED, VALUES
 Serve = Callable[..., Served]
 ROOT = Path(__file__).parents[3]
 PREFIX = {"metrics_prefix": "vllm:"}
-LORA = facts(lora_targets={"layer": LoRATarget("layer", 12, 8)})
+LORA = make_model_info(lora_targets={"layer": LoRATarget("layer", 12, 8)})
 
 
 def read(served: Served) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -41,7 +41,7 @@ def select(found: dict[str, list[tuple[dict[str, str], float]]], name: str, labe
 
 
 def test_what_the_dashboards_ask_for_is_served(serve: Serve) -> None:
-    served = serve(options=PREFIX | {"enable_lora": True}, model_facts=LORA)
+    served = serve(options=PREFIX | {"enable_lora": True}, model_info=LORA)
     assert served.complete().status == 200
     found = read(served)
     missing = [name for name in SERVED if not found.get(name)]
@@ -133,7 +133,7 @@ def test_adapters_of_open_requests() -> None:
 
 def test_lora_requests_info_is_there_only_with_adapters(serve: Serve) -> None:
     assert "vllm:lora_requests_info" not in read(serve(options=PREFIX))
-    (sample,) = read(serve(options=PREFIX | {"enable_lora": True, "max_loras": 7}, model_facts=LORA))[
+    (sample,) = read(serve(options=PREFIX | {"enable_lora": True, "max_loras": 7}, model_info=LORA))[
         "vllm:lora_requests_info"
     ]
     labels, value = sample

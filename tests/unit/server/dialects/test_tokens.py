@@ -41,7 +41,7 @@ def test_tokens_add_up(serve: Callable[..., Served], model: ServedModel, name: s
         body["tools"] = TOOLS
     for text in write_texts(dialect):
         written = f"{text}<|end|>"
-        served = serve(written, served_model=served_model, model_facts=None, tokens_per_step=3)
+        served = serve(written, served_model=served_model, model_info=None, tokens_per_step=3)
         ids = served.ids(written)
         (end_id,) = served.ids("<|end|>")
         ids = ids[: ids.index(end_id) + 1]  # in harmony too, the engine takes this id for the end of the turn
