@@ -31,7 +31,7 @@ TALK: list[Json] = [
 
 @pytest.fixture
 def make(serve: Serve, model: ServedModel) -> Callable[[str], Served]:
-    return lambda text: serve(text + "<|end|>", served_model=with_tools(model), model_facts=None)
+    return lambda text: serve(text + "<|end|>", served_model=with_tools(model), model_info=None)
 
 
 def compact(served: Served, **fields: Any) -> Json:
@@ -106,7 +106,7 @@ def test_what_is_refused(make: Callable[[str], Served], fields: Json, message: s
 
 
 def test_thinking_is_counted(serve: Serve, model: ServedModel) -> None:
-    served = serve("<think>\nHm.\n</think>\n\nYes.<|end|>", served_model=with_tools(model), model_facts=None)
+    served = serve("<think>\nHm.\n</think>\n\nYes.<|end|>", served_model=with_tools(model), model_info=None)
     body = {"max_tokens": 300, "messages": TALK[:1], "thinking": {"type": "adaptive"}}
     usage = served.post("/v1/messages", body).json()["usage"]
     assert 0 < usage["output_tokens_details"]["thinking_tokens"] < usage["output_tokens"]
