@@ -20,7 +20,7 @@ Call = tuple[Callable[..., object], Sequence[Any]]
 class RecordedOperations:
     def __init__(self, compiled: CDLL) -> None:
         self._gather_rows = compiled["serve_llm_gather_rows"]
-        self._gather_rows.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)
+        self._gather_rows.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int)
         self._add_rows = compiled["serve_llm_add_rows"]
         self._add_rows.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)
 
@@ -39,9 +39,8 @@ class RecordedOperations:
         is_simple = ids.dtype == torch.int64 and ids.dim() == 1 and table.dim() == 2
         if not (is_simple and ids.is_contiguous() and table.is_contiguous() and result.is_contiguous()):
             return None
-        row_bytes = table.shape[1] * table.element_size()
-        threads = torch.get_num_threads()
-        return self._gather_rows, (table.data_ptr(), row_bytes, ids.data_ptr(), len(ids), result.data_ptr(), threads)
+        rows = (table.data_ptr(), len(table), table.shape[1] * table.element_size())
+        return self._gather_rows, (*rows, ids.data_ptr(), len(ids), result.data_ptr(), torch.get_num_threads())
 
     def _add(self, x: Tensor, y: Tensor, result: Tensor) -> Call | None:
         """x: (rows, width). y: the same, or (width,)."""

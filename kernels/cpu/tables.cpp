@@ -93,11 +93,14 @@ void look_up_grouped(const GroupedProduct& p, int columns, const float* values, 
 
 extern "C" {
 
-// Rows of `row_bytes` each. ids: (count). output: (count) rows.
-EXPORT void serve_llm_gather_rows(const char* table, int64_t row_bytes, const int64_t* ids, int64_t count, char* output,
-                                  int threads) {
+// table: rows of `row_bytes` each. ids: (count), negative ones from the end. output: (count) rows.
+EXPORT void serve_llm_gather_rows(const char* table, int64_t rows, int64_t row_bytes, const int64_t* ids, int64_t count,
+                                  char* output, int threads) {
   parallel(count, rows_alone(row_bytes), threads, [=](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) memcpy(output + row * row_bytes, table + ids[row] * row_bytes, row_bytes);
+    for (int64_t i = first; i < last; i++) {
+      const int64_t row = ids[i] < 0 ? ids[i] + rows : ids[i];
+      memcpy(output + i * row_bytes, table + row * row_bytes, row_bytes);
+    }
   });
 }
 

@@ -55,6 +55,7 @@ def test_a_replay_computes_from_new_inputs(compute: Callable[[Tensor], Tensor]) 
 OPERATIONS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {  # whether a kernel takes its place
     "embedding": (True, lambda x: torch.nn.functional.embedding(torch.tensor([2, 0, 2, 4]), x)),
     "rows": (True, lambda x: x[torch.tensor([4, 1])]),
+    "rows from the end": (True, lambda x: x[torch.tensor([-1, 0, -5])]),
     "no rows": (False, lambda x: x[torch.tensor([], dtype=torch.int64)]),
     "sum": (True, lambda x: x + x.flip(0)),
     "sum with one row": (True, lambda x: x + x[3]),
