@@ -54,6 +54,7 @@ PREFILLS = 6
 KERNEL_PARTS = (
     ("pack", "linear"),
     ("attention", "attention"),
+    ("angles", "rope, cache"),
     ("rope", "rope, cache"),
     ("cache", "rope, cache"),
     ("norm", "norms"),
