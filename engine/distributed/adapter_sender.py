@@ -8,7 +8,7 @@ import msgspec
 
 from serve_llm.common.errors import AdapterError, EngineError
 from serve_llm.engine.lora.adapter_memory import AdapterMemory
-from serve_llm.engine.lora.files import read_files
+from serve_llm.engine.lora.hashed_files import read_files
 from serve_llm.engine.scheduler.output import NewRequestData, SchedulerOutput
 
 

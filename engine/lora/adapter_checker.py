@@ -12,7 +12,7 @@ from pathlib import Path
 from serve_llm.common.adapter_files import Stamp, read_stamp
 from serve_llm.common.errors import AdapterError
 from serve_llm.common.types import Adapter
-from serve_llm.engine.lora.files import compute_digest
+from serve_llm.engine.lora.hashed_files import compute_digest
 
 MAX_KNOWN = 1024  # adapters whose files need not be read again
 

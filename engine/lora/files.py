@@ -1,14 +1,11 @@
-"""A PEFT adapter on disk: adapter_config.json and adapter_model.safetensors, read and checked as a whole. No torch.
-
-The digest of the two files is the adapter's identity: a later load compares what it reads with the digest.
-"""
+"""A PEFT adapter on disk: adapter_config.json and adapter_model.safetensors, read and checked as a whole. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +19,8 @@ from serve_llm.common.errors import AdapterError
 from serve_llm.common.types import LoRATarget
 from serve_llm.engine.lora.base_copies import BaseCopy
 from serve_llm.engine.lora.config import AdapterConfig, ProductConfig, read_adapter_config
-from serve_llm.engine.lora.tensors import AdapterTensor, check_tensor
+from serve_llm.engine.lora.hashed_files import FileContents, HashedFiles, compute_digest_of, read_contents, read_files
+from serve_llm.engine.lora.tensors import AdapterTensor, check_numbers, check_tensor, view_tensors
 
 PREFIX = "base_model.model."  # prefix of module names in PEFT's tensors
 DOWN = ".lora_A.weight"  # (rank, inputs)
@@ -67,6 +65,13 @@ class AdapterContents(NamedTuple):
     copies: list[BaseCopy]  # must be equal to the base model's weights
 
 
+class KnownAdapter(NamedTuple):
+    """The contents of an adapter that has been checked before, if its digest is the same."""
+
+    modules: dict[str, AdapterModule]  # as in `AdapterContents`
+    files: HashedFiles
+
+
 def read_adapter(
     directory: Path,
     targets: Mapping[str, LoRATarget],
@@ -85,38 +90,9 @@ def read_adapter(
             f"{directory} has no {WEIGHTS}; if it is saved as {PICKLE}, a pickle, `serve-llm convert ADAPTER -o DIR` "
             "converts it"
         )
-    most = 4 * sum(
-        max_rank * (target.outputs + target.inputs)
-        + (target.outputs * target.inputs if target.kind in OUTER else target.outputs)
-        for target in targets.values()
-    )
-    files = read_files(directory, MAX_CONFIG_BYTES, most + MAX_HEADER_BYTES)
-    return parse_adapter(files, directory, targets, max_rank, limit_time)
-
-
-def read_files(
-    directory: Path, max_config_bytes: int | None = None, max_weight_bytes: int | None = None
-) -> AdapterFiles:
-    """Raises AdapterError if the files cannot be read or are too large."""
-    config = _read(directory / CONFIG, max_config_bytes)
-    return AdapterFiles(config, _read(directory / WEIGHTS, max_weight_bytes))
-
-
-def parse_adapter(
-    files: AdapterFiles,
-    directory: Path,
-    targets: Mapping[str, LoRATarget],
-    max_rank: int,
-    limit_time: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> AdapterContents:
-    """See `read_adapter`. directory: the location of the files, for errors."""
-    digest = _compute_digest(files)
-    try:
-        raw = json.loads(files.config)
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{directory / CONFIG} is not JSON: {error}") from None
+    files = read_files(directory, MAX_CONFIG_BYTES, _limit_bytes(targets, max_rank))
     with limit_time():
-        config = read_adapter_config(raw)
+        config = _parse_config(files.config, directory)
     try:
         stored = safetensors.deserialize(files.weights)  # type: ignore[no-untyped-call]
         tensors = {
@@ -126,27 +102,57 @@ def parse_adapter(
         raise AdapterError(f"{directory / WEIGHTS} cannot be read: {error}") from None
     names = _split_names(config, tensors, targets)
     with limit_time():
-        products = {name.configured: config.find_product(name.configured) for name in names.values()}
+        products = _find_products(config, names)
     modules = _match(config, tensors, names, products, targets, max_rank)
-    return AdapterContents(digest, modules, _list_copies(tensors, names))
+    copies = _list_copies(tensors, names)
+    for name, tensor in tensors.items():
+        check_numbers(name, tensor)
+    return AdapterContents(compute_digest_of(files), modules, copies)
 
 
-def compute_digest(directory: Path) -> str:
-    """Compute the digest of the files as they are now. Raises AdapterError."""
-    return _compute_digest(read_files(directory))
+def start_reading(
+    threads: Executor,
+    directory: Path,
+    targets: Mapping[str, LoRATarget],
+    max_rank: int,
+    files: AdapterFiles | None = None,
+) -> HashedFiles:
+    """Start to read the files of an adapter again. files: their contents if they come from elsewhere."""
+    if files is not None:
+        contents = FileContents(files.config, memoryview(files.weights))
+        return HashedFiles(threads, lambda: contents)
+    most = _limit_bytes(targets, max_rank)
+    return HashedFiles(threads, lambda: read_contents(directory, MAX_CONFIG_BYTES, most))
 
 
-def _compute_digest(files: AdapterFiles) -> str:
-    return sha256(sha256(files.config).digest() + sha256(files.weights).digest()).hexdigest()
+def parse_known_adapter(
+    files: HashedFiles, directory: Path, targets: Mapping[str, LoRATarget], max_rank: int
+) -> KnownAdapter:
+    """Read an adapter that `read_adapter` has checked, provided that its digest is the same, which the caller compares
+    before others see the result. Numbers are not checked again. Raises AdapterError for another adapter if it shows."""
+    contents = files.contents
+    config = _parse_config(contents.config, directory)
+    tensors = view_tensors(contents.weights)
+    names = _split_names(config, tensors, targets)
+    return KnownAdapter(_match(config, tensors, names, _find_products(config, names), targets, max_rank), files)
 
 
-def _read(path: Path, most: int | None = None) -> bytes:
+def _limit_bytes(targets: Mapping[str, LoRATarget], max_rank: int) -> int:
+    """Find how large a file of weights can be."""
+    num_elements = sum(
+        max_rank * (target.outputs + target.inputs)
+        + (target.outputs * target.inputs if target.kind in OUTER else target.outputs)
+        for target in targets.values()
+    )
+    return 4 * num_elements + MAX_HEADER_BYTES
+
+
+def _parse_config(config: bytes, directory: Path) -> AdapterConfig:
     try:
-        if most is not None and path.stat().st_size > most:
-            raise AdapterError(f"{path} is larger than an adapter of --max-lora-rank can be: {most:,} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
+        raw = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{directory / CONFIG} is not JSON: {error}") from None
+    return read_adapter_config(raw)
 
 
 class _TensorName(NamedTuple):
@@ -190,6 +196,11 @@ def _find_stack(module: str, stacks: Mapping[str, list[str]]) -> str | None:
     if outer != module and len(parameters) < 2:
         return None
     return parameters[0 if outer != module else -1] if parameters else None
+
+
+def _find_products(config: AdapterConfig, names: Mapping[str, _TensorName]) -> dict[str, ProductConfig]:
+    """By `_TensorName.configured`."""
+    return {name.configured: config.find_product(name.configured) for name in names.values()}
 
 
 def _match(

@@ -35,6 +35,8 @@ class ModulePatterns(Generic[Value]):
 
     def find(self, module: str, default: Value) -> Value:
         """Return the value of a module. module: its whole name."""
+        if not self._values:
+            return default
         parts = module.split(".")
         ends = (".".join(parts[first:]) for first in range(len(parts)))
         named = min((self._names[end] for end in ends if end in self._names), default=len(self._values))

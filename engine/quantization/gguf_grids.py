@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BITS = {8: 2, 4: 3}  # of a coordinate, by numbers of a point
+BITS = {8: 2, 4: 3}  # that a coordinate takes, by the number of coordinates of a point
 
 
 @lru_cache

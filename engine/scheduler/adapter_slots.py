@@ -26,6 +26,7 @@ class AdapterSlots:
     # Number of steps in which an adapter's sequences get ids before its slot may be closed, and for which an adapter
     # whose slot was closed waits for a free one before another is closed for it.
     TURN = 32
+    MAX_LOADS = 2  # adapters that a step loads at most; running sequences wait for them
 
     def __init__(self, num_slots: int) -> None:
         self._digests = [""] * num_slots  # "": empty
@@ -36,7 +37,7 @@ class AdapterSlots:
         self._closed: int | None = None  # a slot that accepts no more sequences, because another adapter waits for it
         self._step = 0
         self.num_deferred = 0  # waiting sequences without a slot since `list_admissible` began
-        self._has_loaded = False  # the step being scheduled loads an adapter; any other one waits for the next step
+        self._num_loads = 0  # adapters that the step being scheduled loads
 
     def list_admissible(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         """Yield the waiting sequences that need no slot or can get one, which is decided when each is reached. A free
@@ -69,7 +70,7 @@ class AdapterSlots:
             return True
         if digest in self._digests:
             return self._digests.index(digest) != self._closed
-        return 0 in self._num_users and not self._has_loaded
+        return 0 in self._num_users and self._num_loads < self.MAX_LOADS
 
     def needs_load(self, sequence: Sequence) -> bool:
         """Whether the sequence needs an adapter that the workers do not hold."""
@@ -149,7 +150,7 @@ class AdapterSlots:
             self._digests[slot] = digest
             self._num_steps[slot] = 0
             self._claims.pop(digest, None)
-            self._has_loaded = True
+            self._num_loads += 1
             if slot == self._closed:
                 self._closed = None
         if self._num_users[slot] == 0 and not self._claims:
@@ -168,7 +169,7 @@ class AdapterSlots:
     def count_step(self, sampled: Iterable[Sequence]) -> None:
         """Count a scheduled step in which these sequences get ids."""
         self._step += 1
-        self._has_loaded = False
+        self._num_loads = 0
         if not self._num_users:
             return
         for slot in {sequence.adapter_slot for sequence in sampled}:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from serve_llm.common.adapter_files import AdapterFiles
 from serve_llm.common.errors import AdapterError, EngineError
 from serve_llm.common.types import Adapter
 from serve_llm.engine.lora.adapter_memory import AdapterMemory
-from serve_llm.engine.lora.files import AdapterContents, parse_adapter, read_adapter
+from serve_llm.engine.lora.files import AdapterModule, KnownAdapter, parse_known_adapter, start_reading
+from serve_llm.engine.lora.hashed_files import HashedFiles
 from serve_llm.engine.lora.tensors import AdapterTensor
 from serve_llm.engine.model.build import WeightSlice
 from serve_llm.engine.model.lora import (
@@ -28,12 +30,32 @@ from serve_llm.engine.model.lora_expert_stacks import list_stacked_weights
 from serve_llm.engine.model.lora_targets import MAX_READ_ELEMENTS, find_lora_targets, map_parameters
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
+from serve_llm.engine.scheduler.output import NewRequestData
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.parameters import locate
 from serve_llm.kernels.lora import ExpansionWeight, LoRAProduct, OutputScale
 from serve_llm.kernels.registry import Kernels
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READS_AT_ONCE = 2  # adapters
+Modules: TypeAlias = Mapping[str, AdapterModule]  # by `LoRATarget.module`
+
+
+class AdapterLoad(NamedTuple):
+    """An adapter to load into a slot."""
+
+    slot: int
+    adapter: Adapter
+    files: AdapterFiles | None = None  # None: read its directory
+
+
+def list_loads(new_requests: Iterable[NewRequestData]) -> list[AdapterLoad]:
+    """List the adapters that a step needs for its new requests."""
+    return [
+        AdapterLoad(new.adapter_slot, new.adapter, new.adapter_files)
+        for new in new_requests
+        if new.adapter is not None and new.adapter_slot is not None
+    ]
 
 
 class _BuiltAdapter(NamedTuple):
@@ -72,16 +94,29 @@ class AdapterLoader:
         self._dtype = dtype
         self._device = device
         self._slots_with_groups: set[int] = set()  # slots whose adapters need groups, see `_BuiltAdapter`
-        self._memory: AdapterMemory[_BuiltAdapter | AdapterContents] = AdapterMemory(max_kept)
+        self._memory: AdapterMemory[_BuiltAdapter | KnownAdapter] = AdapterMemory(max_kept)
+        self._readers = ThreadPoolExecutor(READS_AT_ONCE, "adapter-reader")
 
-    def load(self, slot: int, adapter: Adapter, files: AdapterFiles | None = None) -> None:
-        """Load the adapter into the slot unless it is there. files: None to read its directory. Raises EngineError if
-        its files have changed."""
+    def load(self, loads: Sequence[AdapterLoad]) -> None:
+        """Load adapters into their slots unless they are there; threads read the files of several at the same time.
+        Raises EngineError, which names the adapter, if its files have changed."""
+        reads: dict[str, HashedFiles] = {}
+        for load in loads:
+            digest = load.adapter.digest
+            if not self._memory.is_in_slot(digest, load.slot) and self._memory.find(digest) is None:
+                reads[digest] = reads.get(digest) or self._start_reading(load)
+        for load in loads:
+            self._load(load, reads)
+
+    def _load(self, load: AdapterLoad, reads: Mapping[str, HashedFiles]) -> None:
+        slot, adapter, _ = load
         if self._memory.is_in_slot(adapter.digest, slot):
             return
         self._memory.clear(slot)
-        kept = self._memory.find(adapter.digest) or self._read(adapter, files)
-        built = kept if isinstance(kept, _BuiltAdapter) else self._build(kept)
+        kept = self._memory.find(adapter.digest)
+        if kept is None:
+            kept = self._parse(adapter, reads.get(adapter.digest) or self._start_reading(load))
+        built = kept if isinstance(kept, _BuiltAdapter) else self._build_known(kept, adapter)
         for layer, product in zip(self.layers.layers, built.products, strict=True):
             layer.put(slot, product)
         for experts in self.layers.experts:
@@ -108,35 +143,45 @@ class AdapterLoader:
         """See `LoRALayers.begin_step`."""
         self.layers.begin_step(slots, starts, selected_starts, copier, self.needs_groups(slots))
 
-    def _read(self, adapter: Adapter, files: AdapterFiles | None) -> AdapterContents:
-        """Raises EngineError if the files have changed."""
-        directory = Path(adapter.directory)
+    def _start_reading(self, load: AdapterLoad) -> HashedFiles:
+        return start_reading(self._readers, Path(load.adapter.directory), self._targets, self._max_rank, load.files)
+
+    def _parse(self, adapter: Adapter, files: HashedFiles) -> KnownAdapter:
+        """Raises EngineError if the files cannot be read."""
         try:
-            if files is None:
-                contents = read_adapter(directory, self._targets, self._max_rank)
-            else:
-                contents = parse_adapter(files, directory, self._targets, self._max_rank)
+            return parse_known_adapter(files, Path(adapter.directory), self._targets, self._max_rank)
         except AdapterError as error:
             raise EngineError(f"the adapter {adapter.name} cannot be loaded again: {error}") from error
-        if contents.digest != adapter.digest:
-            raise EngineError(f"the files of the adapter {adapter.name} have changed while it was being loaded")
-        return contents
 
-    def _build(self, contents: AdapterContents) -> _BuiltAdapter:
-        stacks = _Stacks(contents)
-        products = [self._build_product(layer, contents, stacks) for layer in self.layers.layers]
+    def _build_known(self, known: KnownAdapter, adapter: Adapter) -> _BuiltAdapter:
+        """Raises EngineError if the files have changed."""
+        if any(module.magnitude is not None for module in known.modules.values()):  # takes long, with all threads
+            _check_digest(known, adapter)
+            return self._build(known.modules)
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # or operations on small tensors would wait for the core that hashes the files
+        try:
+            built = self._build(known.modules)
+        finally:
+            torch.set_num_threads(num_threads)
+        _check_digest(known, adapter)
+        return built
+
+    def _build(self, modules: Modules) -> _BuiltAdapter:
+        stacks = _Stacks(modules)
+        products = [self._build_product(layer, modules, stacks) for layer in self.layers.layers]
         if not self.layers.has_slots:
             self.layers.kernels.join([product for product in products if product is not None])
         embedding = None
         if self.layers.embedding is not None:
-            embedding = self._build_embedding(self.layers.embedding, contents)
-        uses_dora = any(module.magnitude is not None for module in contents.modules.values())
+            embedding = self._build_embedding(self.layers.embedding, modules)
+        uses_dora = any(module.magnitude is not None for module in modules.values())
         if uses_dora and self.layers.base_weights is not None:
             self.layers.base_weights.release()
-        kinds = {self._targets[module].kind for module in contents.modules}
+        kinds = {self._targets[module].kind for module in modules}
         return _BuiltAdapter(products, embedding, not kinds.isdisjoint(("embedding", "expert", "experts")))
 
-    def _build_product(self, layer: LoRALinear, contents: AdapterContents, stacks: _Stacks) -> LoRAProduct | None:
+    def _build_product(self, layer: LoRALinear, modules: Modules, stacks: _Stacks) -> LoRAProduct | None:
         """Return None if the adapter does not change the layer."""
         downs: list[Tensor] = []
         columns: dict[str, slice] = {}  # by module: parameters of one merged module share its first product
@@ -148,7 +193,7 @@ class AdapterLoader:
             first_output = outputs.stop
             if not part.outputs or not part.inputs:
                 continue
-            found = self._find_weight(name, contents, stacks)
+            found = self._find_weight(name, modules, stacks)
             if found is None:
                 continue
             if found.key not in columns:
@@ -170,25 +215,25 @@ class AdapterLoader:
             return None
         return layer.pack(self._prepare(torch.cat(downs), layer.dtype), expansions)
 
-    def _find_weight(self, name: str, contents: AdapterContents, stacks: _Stacks) -> _AdaptedWeight | None:
+    def _find_weight(self, name: str, modules: Modules, stacks: _Stacks) -> _AdaptedWeight | None:
         """Find what the adapter contains for a parameter of the model."""
         weight = self._stacked.get(name)
-        if weight is not None and weight.parameter in contents.modules:
+        if weight is not None and weight.parameter in modules:
             down, up = stacks.find(weight.parameter, weight.member)
             key = f"{weight.parameter}.{weight.member}"
-            return _AdaptedWeight(key, weight.rule, down, up, contents.modules[weight.parameter].scale, None)
+            return _AdaptedWeight(key, weight.rule, down, up, modules[weight.parameter].scale, None)
         rule = self._rules[name]
         module_name = rule.source.removesuffix(".weight")
-        module = contents.modules.get(module_name)
+        module = modules.get(module_name)
         if module is None:
             return None
         return _AdaptedWeight(
             module_name, rule, _to_tensor(module.down), _to_tensor(module.up), module.scale, module.magnitude
         )
 
-    def _build_embedding(self, layer: LoRAEmbedding, contents: AdapterContents) -> LoRAEmbeddingWeights | None:
+    def _build_embedding(self, layer: LoRAEmbedding, modules: Modules) -> LoRAEmbeddingWeights | None:
         """Return None if the adapter does not change the embedding."""
-        module = contents.modules.get(self._rules["embedding.weight"].source.removesuffix(".weight"))
+        module = modules.get(self._rules["embedding.weight"].source.removesuffix(".weight"))
         if module is None:
             return None
         down = _to_tensor(module.down)
@@ -263,13 +308,13 @@ class _Stacks:
 
     NUM_KEPT = 2  # parameters of a layer
 
-    def __init__(self, contents: AdapterContents) -> None:
-        self._contents = contents
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
         self._read: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter, most recent last
 
     def find(self, parameter: str, member: int) -> tuple[Tensor, Tensor]:
         """Return `down` and `up` of an expert: (rank, inputs) and (outputs, rank) float32."""
-        module = self._contents.modules[parameter]
+        module = self._modules[parameter]
         if parameter not in self._read:
             if len(self._read) == self.NUM_KEPT:
                 del self._read[next(iter(self._read))]
@@ -278,6 +323,12 @@ class _Stacks:
         own_down = down.view(module.members, -1, down.shape[1])[member]
         own_up = up.view(up.shape[0], -1, module.members)[..., member]
         return (own_up.T, own_down.T) if module.is_swapped else (own_down, own_up)
+
+
+def _check_digest(known: KnownAdapter, adapter: Adapter) -> None:
+    """Wait for the digest of what was read. Raises EngineError if it is not the checked one."""
+    if known.files.digest != adapter.digest:
+        raise EngineError(f"the files of the adapter {adapter.name} have changed while it was being loaded")
 
 
 def _read_rows(name: str, part: LoRAPart, rule: WeightRule, whole: Tensor) -> Tensor:
@@ -296,5 +347,10 @@ def _reorder(layer: LoRALinear, name: str, rows: Tensor) -> Tensor:
 
 
 def _to_tensor(tensor: AdapterTensor) -> Tensor:
-    """Convert to float32."""
-    return torch.frombuffer(bytearray(tensor.data), dtype=DTYPES[tensor.dtype]).view(tensor.shape).float()
+    """Convert to float32. The result may be a view of the file's contents."""
+    dtype = DTYPES[tensor.dtype]
+    if isinstance(tensor.data, memoryview) and not tensor.data.readonly:
+        view = torch.frombuffer(tensor.data, dtype=dtype)
+        if view.data_ptr() % view.element_size() == 0:
+            return view.view(tensor.shape).float()
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape).float()

@@ -27,7 +27,7 @@ from serve_llm.engine.sampling.logit_adjustments import SampleRow
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.transfer import DeviceCopier
-from serve_llm.engine.weights.adapters import AdapterLoader
+from serve_llm.engine.weights.adapters import AdapterLoader, list_loads
 from serve_llm.engine.worker import oom
 from serve_llm.engine.worker.call_graphs import MAX_TOKENS, CallCapture, CallGraphRunner, Forward, TextRecorder
 from serve_llm.engine.worker.graphs import Capture, CudaCapture, GraphRunner
@@ -205,9 +205,7 @@ class ModelRunner:
         if self._adapters is None:
             return []
         self._adapters.layers.end_step()
-        for new in scheduler_output.new_requests:
-            if new.adapter is not None and new.adapter_slot is not None:
-                self._adapters.load(new.adapter_slot, new.adapter, new.adapter_files)
+        self._adapters.load(list_loads(scheduler_output.new_requests))
         slots = [self._input_batch[chunk.req_index].adapter_slot for chunk in scheduler_output.scheduled]
         return [] if all(slot is None for slot in slots) else slots
 

@@ -66,7 +66,7 @@ def _to_panels(up: Tensor) -> Tensor:
     """(outputs, columns) -> (panels, columns, PANEL), filled up with zeros."""
     outputs, columns = up.shape
     num_panels = -(-outputs // PANEL)
-    filled = functional.pad(up, (0, 0, 0, num_panels * PANEL - outputs))
+    filled = up if outputs % PANEL == 0 else functional.pad(up, (0, 0, 0, num_panels * PANEL - outputs))
     return filled.view(num_panels, PANEL, columns).transpose(1, 2).contiguous()
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from serve_llm.common.types import Adapter
-from serve_llm.engine.lora.files import compute_digest
+from serve_llm.engine.lora.hashed_files import compute_digest
 
 
 def write_adapter(directory: Path, layers: Mapping[str, tuple[int, int]], rank: int = 3, seed: int = 0) -> Adapter:

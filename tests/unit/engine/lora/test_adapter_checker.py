@@ -8,7 +8,7 @@ import pytest
 
 from serve_llm.common.types import Adapter
 from serve_llm.engine.lora import adapter_checker
-from serve_llm.engine.lora.files import compute_digest
+from serve_llm.engine.lora.hashed_files import compute_digest
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from serve_llm.common.adapter_files import AdapterFiles
 from serve_llm.common.errors import AdapterError
 from serve_llm.common.types import LoRATarget
-from serve_llm.engine.lora.files import compute_digest, read_adapter
+from serve_llm.engine.lora.files import KnownAdapter, parse_known_adapter, read_adapter, start_reading
+from serve_llm.engine.lora.hashed_files import compute_digest, read_files
 
 PREFIX = "base_model.model.model.layers.0."
 TARGETS = {
@@ -202,3 +205,40 @@ def test_bad_files(tmp_path: Path) -> None:
     assert "has no adapter_model.safetensors; if it is saved as adapter_model.bin, a pickle, `serve-llm" in read_error(
         directory
     )
+
+
+def read_known(directory: Path, files: AdapterFiles | None = None) -> KnownAdapter:
+    with ThreadPoolExecutor(1) as threads:
+        return parse_known_adapter(start_reading(threads, directory, TARGETS, 4, files), directory, TARGETS, 4)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_known_adapter_is_what_was_checked(tmp_path: Path, is_sent: bool) -> None:
+    directory = write(tmp_path, CONFIG, build_tensors() | {Q_DOWN: torch.randn(4, 8, dtype=torch.bfloat16)})
+    checked = read_adapter(directory, TARGETS, 4)
+    known = read_known(directory, read_files(directory) if is_sent else None)
+    assert known.files.digest == checked.digest
+    assert known.modules == checked.modules
+
+
+def test_a_known_adapter_that_has_changed_has_another_digest(tmp_path: Path) -> None:
+    """Its numbers are not checked again, but nothing uses them."""
+    digest = read_adapter(write(tmp_path, CONFIG, build_tensors()), TARGETS, 4).digest
+    write(tmp_path, CONFIG, build_tensors() | {Q_DOWN: torch.full((4, 8), torch.nan)})
+    assert read_known(tmp_path).files.digest != digest
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "{", "[]", '{"a": 3}', '{"a": {"dtype": "F32"}}', '{"a": {"dtype": [], "shape": 3, "data_offsets": [0, 4]}}']
+    + [f'{{"{Q_DOWN}": {{"dtype": "F32", "shape": [4, 8], "data_offsets": {ends}}}}}' for ends in ("[0, 9]", "[0]")],
+)
+def test_a_known_adapter_that_is_no_adapter_any_more(tmp_path: Path, header: str) -> None:
+    directory = write(tmp_path, CONFIG, build_tensors())
+    encoded = header.encode()
+    (directory / "adapter_model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors"):
+        read_known(directory)
+    (directory / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match="cannot be read: No such file"):
+        read_known(directory)

@@ -25,13 +25,14 @@ def admit(slots: AdapterSlots, names: str) -> list[Sequence]:
     return admitted
 
 
-def test_a_step_loads_one_adapter() -> None:
-    slots = AdapterSlots(2)
-    first, second = build("a"), build("b")
+def test_a_step_loads_two_adapters_at_most() -> None:
+    slots = AdapterSlots(3)
+    first, second, third = build("a"), build("b"), build("c")
     slots.acquire(first)
-    assert slots.has_room(build("a")) and not slots.has_room(second)
-    slots.count_step([first])
-    assert slots.has_room(second)
+    slots.acquire(second)
+    assert slots.has_room(build("a")) and not slots.has_room(third)
+    slots.count_step([first, second])
+    assert slots.has_room(third)
 
 
 def test_sequences_share_the_slot_of_their_adapter() -> None:

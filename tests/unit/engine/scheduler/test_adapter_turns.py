@@ -91,6 +91,14 @@ def test_a_further_adapter_gets_a_slot_at_once(depth: int) -> None:
     assert all(found.num_tokens[number] == LONG for number in range(NUM_SLOTS))
 
 
+def test_two_adapters_that_arrive_together_are_loaded_together() -> None:
+    """200 adapters, of which 8 fit, and four requests at a time, each for another adapter."""
+    arrivals = {10 * step: [ask(4 * step + one, 4 * step + one, 2) for one in range(4)] for step in range(50)}
+    found = run(make_scheduler(), arrivals)
+    assert [found.queued[number] for number in range(200)] == [0, 0, 1, 1] * 50
+    assert max(found.num_loads) == AdapterSlots.MAX_LOADS
+
+
 def test_200_adapters_at_once_take_turns() -> None:
     """Each adapter has its first turn before any has a second one."""
     requests = [ask(number, number, 3 * AdapterSlots.TURN) for number in range(NUM_ADAPTERS)]
@@ -98,7 +106,7 @@ def test_200_adapters_at_once_take_turns() -> None:
     turn = AdapterSlots.TURN + NUM_SLOTS  # slots are passed on one by one
     for number in range(NUM_ADAPTERS):
         assert found.queued[number] <= number // NUM_SLOTS * turn + NUM_SLOTS
-    assert max(found.num_loads) == 1  # a step waits for one adapter at most
+    assert max(found.num_loads) == AdapterSlots.MAX_LOADS
     assert sum(found.num_loads) <= 4 * NUM_ADAPTERS
 
 
