@@ -128,10 +128,12 @@ def _is_gguf_file(path: Path) -> bool:
     """Whether the path is that of a GGUF file, which need not exist. Ollama's have no suffix."""
     if path.suffix == ".gguf":
         return not path.is_dir()
+    if not path.is_file():  # opening a named pipe would wait for its writer
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
-    except OSError:  # no file, or none that can be read
+    except OSError:  # it cannot be read
         return False
 
 

@@ -2,6 +2,7 @@
 advice."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +185,13 @@ def test_gguf_files_without_a_suffix(tmp_path: Path) -> None:
             resolve(str(path))
     path.write_bytes(b"{}")
     with pytest.raises(ModelError, match=r"sha256-83c54730 is a file; give the checkpoint directory"):
+        resolve_model(str(path))
+
+
+def test_a_named_pipe_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match=r"pipe"):
         resolve_model(str(path))
 
 
