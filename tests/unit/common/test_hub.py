@@ -176,6 +176,22 @@ def test_gguf_files_beside_that_of_the_model(tmp_path: Path, on_the_hub: Callabl
     assert asked == [["*mmproj*", "*imatrix*"], []]
 
 
+def test_a_model_whose_name_says_that_an_imatrix_was_used(
+    tmp_path: Path, on_the_hub: Callable[[Download], None]
+) -> None:
+    directory = checkpoint(tmp_path / "snapshot", "tiny-F16-imatrix.gguf")
+    asked: list[object] = []
+
+    def download(name: str, **arguments: object) -> str:
+        asked.append(arguments["ignore_patterns"])
+        return str(directory)
+
+    on_the_hub(download)
+    with pytest.raises(ModelError, match=r"tiny-F16-imatrix\.gguf (ends amid the header|is not a GGUF file)"):
+        resolve_model("org/tiny:F16-imatrix")
+    assert asked == [[]]
+
+
 def test_gguf_files_without_a_suffix(tmp_path: Path) -> None:
     """As Ollama keeps them."""
     path = tmp_path / "sha256-83c54730"
