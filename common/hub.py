@@ -110,7 +110,8 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None, cache
         wanted = kind if kind.endswith(".gguf") else f"*{kind}.gguf"
         patterns = tuple(dict.fromkeys((wanted, f"*{kind.lower()}.gguf", f"*{kind.upper()}.gguf")))
         parts = tuple(pattern.replace(".gguf", "-*-of-*.gguf") for pattern in patterns)
-        is_exact = kind.endswith(".gguf")
+        is_companion = any(fnmatch(kind.lower(), companion) for companion in _GGUF_COMPANIONS)
+        is_exact = kind.endswith(".gguf") or is_companion  # some publishers call files of models Q4_K_M-imatrix
         ignored = () if is_exact else _GGUF_COMPANIONS
         where = _download(repository, revision, download_dir, patterns + parts, ignored, cached_only=cached_only)
         lower = {pattern.lower() for pattern in patterns + parts}
@@ -128,10 +129,12 @@ def _is_gguf_file(path: Path) -> bool:
     """Whether the path is that of a GGUF file, which need not exist. Ollama's have no suffix."""
     if path.suffix == ".gguf":
         return not path.is_dir()
+    if not path.is_file():  # opening a named pipe would wait for its writer
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
-    except OSError:  # no file, or none that can be read
+    except OSError:  # it cannot be read
         return False
 
 

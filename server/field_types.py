@@ -109,7 +109,7 @@ def _to_struct(kind: type[msgspec.Struct]) -> Convert:
             fields = dict(value)
             unknown = next((key for key in fields if key not in kind.__struct_fields__), None)
             if unknown is not None:
-                close = difflib.get_close_matches(unknown, kind.__struct_fields__, n=1)
+                close = difflib.get_close_matches(str(unknown), kind.__struct_fields__, n=1)
                 suggestion = f"; did you mean {close[0]}?" if close else ""
                 raise InvalidRequest(f"unknown field {name}.{unknown}{suggestion}", f"{name}.{unknown}")
         else:

@@ -27,6 +27,8 @@ class RecordedOperations:
     def find(self, operation: object, arguments: Sequence[Any], result: Tensor) -> Call | None:
         """Return a call that computes `result`, which an operation has returned for these positional arguments; None if
         there is none. It reads and writes the same memory."""
+        if not result.numel():
+            return None
         if operation is aten.embedding.default:
             return self._gather(arguments[0], arguments[1], result)
         if operation is aten.index.Tensor and len(arguments[1]) == 1:

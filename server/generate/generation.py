@@ -110,10 +110,10 @@ class Generation:
         self._is_refused = False
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
-        self._push: Callable[[], bool] | None = None  # see `push_to`
+        self._push: Callable[[], bool | None] | None = None  # see `push_to`
         self._push_queue = generator.push_queue
         self._is_pushing = False  # a call of `_push` is scheduled
-        self._has_pushed = False  # `_push` has been called
+        self._has_pushed = False  # `_push` has written something
         self._changed: list[Choice] = []  # choices with new output
         self.error: RequestError | None = None  # the error that ended all choices
         self.on_end: Callable[[Generation], None] | None = None  # called once, on exit
@@ -165,11 +165,11 @@ class Generation:
             raise self.error
         return self.take_changed()
 
-    async def push_to(self, push: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Call `push` after each step with new output, until it returns False or the generation ends. `push` gets the
-        output from `take_changed`. This costs less than waking a task that awaits `next`.
+    async def push_to(self, push: Callable[[], bool | None], seconds: float | None = None) -> bool:
+        """Call `push` after each step with new output, until it returns None or the generation ends. `push` gets the
+        output from `take_changed` and returns whether it wrote any. This costs less than waking a task for `next`.
 
-        seconds: return True after this time without new output, or up to twice as long; None: no limit."""
+        seconds: return True after this time in which nothing was written, or up to twice as long; None: no limit."""
         loop = asyncio.get_running_loop()
         self._push = push
         try:
@@ -191,9 +191,8 @@ class Generation:
         self._is_pushing = False
         if self._push is None or not self._changed or self.closed:
             return
-        self._has_pushed = True
         try:
-            continues = self._push()
+            has_written = self._push()
         except RequestError as error:
             self._fail_push(error)
             return
@@ -202,7 +201,8 @@ class Generation:
                 logger.exception("the output of a request could not be sent")
             self._fail_push(GenerationFailed("internal error; the server's log says more"))
             return
-        if not continues:
+        self._has_pushed |= has_written is not False
+        if has_written is None:
             self._push = None
             self._wake()
 

@@ -24,19 +24,27 @@ class RequestParser(httptools.HttpRequestParser):
     """
 
     def __init__(self, connection: ParsedRequest) -> None:
-        super().__init__(connection)
         self._connection = connection
+        self._start()
+
+    def _start(self) -> None:
+        super().__init__(self._connection)
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
-    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # asyncio passes bytes
+    def feed_data(self, data: bytes | bytearray | memoryview) -> None:  # type: ignore[override]
         """Raises HttpParserError."""
-        try:
-            super().feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
+        rest = memoryview(data)
+        while True:
+            try:
+                super().feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
             if self.get_method() == b"CONNECT":
-                raise httptools.HttpParserError("this is no proxy") from None
-            super().feed_data(self._write_header())
-            self.feed_data(data[upgrade.args[0] :])
+                raise httptools.HttpParserError("this is no proxy")
+            header = self._write_header()
+            self._start()  # after the last request of a connection, the parser would drop the header
+            super().feed_data(header)
 
     def _write_header(self) -> bytes:
         connection = self._connection

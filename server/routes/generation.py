@@ -211,22 +211,23 @@ class _EventPusher:
         frame = events.text_frame if isinstance(events, SSEEncoder) and len(generation.choices) == 1 else None
         self._before_text, self._after_text = frame or (b"", b"")
 
-    def write_new(self) -> bool:
-        """See `Generation.push_to`. Returns False if the client does not keep up, or if the events are too large to be
+    def write_new(self) -> bool | None:
+        """See `Generation.push_to`. Returns None if the client does not keep up, or if the events are too large to be
         made here."""
         if not self._writer.is_ready:
-            return False
+            return None
         if self._before_text:  # usually; without a delta, a token touches fewer objects
             text = self._generation.take_plain_text()
             if text is not None:
                 if text:
                     self._writer.write_framed(self._before_text, encode_json(text), self._after_text)
-                return True
+                return bool(text)
         if self._generation.count_new_logprobs() > MAX_ENTRIES:
-            return False
+            return None
         counts = self._generation.counts() if self._events.continuous_usage else None
-        self._writer.write(self._events.encode(self._generation.take_changed(), counts))
-        return True
+        content = self._events.encode(self._generation.take_changed(), counts)
+        self._writer.write(content)
+        return bool(content)
 
 
 async def _send_events(

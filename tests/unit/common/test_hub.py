@@ -2,6 +2,7 @@
 advice."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,6 +176,22 @@ def test_gguf_files_beside_that_of_the_model(tmp_path: Path, on_the_hub: Callabl
     assert asked == [["*mmproj*", "*imatrix*"], []]
 
 
+def test_a_model_whose_name_says_that_an_imatrix_was_used(
+    tmp_path: Path, on_the_hub: Callable[[Download], None]
+) -> None:
+    directory = checkpoint(tmp_path / "snapshot", "tiny-F16-imatrix.gguf")
+    asked: list[object] = []
+
+    def download(name: str, **arguments: object) -> str:
+        asked.append(arguments["ignore_patterns"])
+        return str(directory)
+
+    on_the_hub(download)
+    with pytest.raises(ModelError, match=r"tiny-F16-imatrix\.gguf (ends amid the header|is not a GGUF file)"):
+        resolve_model("org/tiny:F16-imatrix")
+    assert asked == [[]]
+
+
 def test_gguf_files_without_a_suffix(tmp_path: Path) -> None:
     """As Ollama keeps them."""
     path = tmp_path / "sha256-83c54730"
@@ -184,6 +201,13 @@ def test_gguf_files_without_a_suffix(tmp_path: Path) -> None:
             resolve(str(path))
     path.write_bytes(b"{}")
     with pytest.raises(ModelError, match=r"sha256-83c54730 is a file; give the checkpoint directory"):
+        resolve_model(str(path))
+
+
+def test_a_named_pipe_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match=r"pipe"):
         resolve_model(str(path))
 
 

@@ -57,6 +57,8 @@ OPERATIONS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {  # whether a 
     "rows": (True, lambda x: x[torch.tensor([4, 1])]),
     "rows from the end": (True, lambda x: x[torch.tensor([-1, 0, -5])]),
     "no rows": (False, lambda x: x[torch.tensor([], dtype=torch.int64)]),
+    "rows without numbers": (False, lambda x: x[:, :0][torch.tensor([1, 0])]),
+    "sum of no numbers": (False, lambda x: x[:, :0] + x[:, 1:1]),
     "sum": (True, lambda x: x + x.flip(0)),
     "sum with one row": (True, lambda x: x + x[3]),
     "scaled sum": (False, lambda x: torch.add(x, x.flip(0), alpha=2)),

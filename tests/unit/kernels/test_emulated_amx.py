@@ -22,7 +22,7 @@ from serve_llm.kernels.cpu.linear import Packer
 ROOT = Path(__file__).parents[3]
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16 -mavx512vnni".split()
 PROCESSOR = Path("/proc/cpuinfo")
-SOURCES = ("linear.cpp", "pool.cpp", "multiply.cpp")
+SOURCES = ("linear.cpp", "pool.cpp", "multiply.cpp", "tables.cpp")
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,7 +49,7 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
     def function(name: str, *_: type) -> Callable[..., None]:
         return {"sum_int8": sum_int8}[name]
 
-    library = SimpleNamespace(compiled=compiled, number=VARIANTS.index("amx"), function=function, _recorder=None)
+    library = SimpleNamespace(compiled=compiled, variant_index=VARIANTS.index("amx"), function=function, _recorder=None)
     library.shared_function = lambda *arguments: Library.shared_function(cast(Any, library), *arguments)
     return Packer(cast(Any, library))
 

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -19,6 +20,7 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.server.http import connection, file_reserve
 from serve_llm.server.http.connection import AsgiApp, Connection, HttpServer, Message, Receive, Send
 from serve_llm.server.http.file_reserve import ReservedFiles, find_reserved_files
+from serve_llm.server.http.parser import RequestParser
 from serve_llm.server.http.startup_app import StartupApp
 
 
@@ -117,6 +119,33 @@ def test_offers_of_other_protocols_are_ignored(sent: bytes, size: int) -> None:
     for method, path, body, headers in offered:
         assert (method, path, body) == ("POST", "/a", b"{}")
         assert not headers.keys() & {b"upgrade", b"http2-settings"} and b"pgrade" not in headers[b"connection"]
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_the_last_request_of_a_connection_may_offer_another_protocol(version: bytes) -> None:
+    async def scenario() -> None:
+        async with running() as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(
+                b"GET /health HTTP/%s\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n\r\n" % version
+            )
+            assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_thousands_of_offers_at_once() -> None:
+    request = SimpleNamespace(url=b"/", headers=[], on_message_begin=lambda: request.headers.clear(), ended=0)
+    request.on_header = lambda name, value: request.headers.append((name.lower(), value))
+
+    def on_message_complete() -> None:
+        request.ended += not parser.should_upgrade()
+
+    request.on_message_complete = on_message_complete
+    parser = RequestParser(request)
+    parser.feed_data(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 3000)
+    assert request.ended == 3000
 
 
 def test_a_proxy_is_not_here() -> None:

@@ -149,6 +149,8 @@ def test_fields_are_keywords() -> None:
 def test_an_unknown_field_of_structured_outputs_has_a_suggestion() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown field structured_outputs\.choise; did you mean choice\?"):
         SamplingParams(structured_outputs={"choise": ["a"]})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"unknown field structured_outputs\.1$"):
+        SamplingParams(structured_outputs={1: ["a"]})  # type: ignore[arg-type]
 
 
 def test_a_value_of_the_wrong_type_is_no_unknown_field() -> None:

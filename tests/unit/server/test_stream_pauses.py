@@ -151,6 +151,34 @@ def test_pauses_in_a_stream_that_goes_past_the_middleware(
     assert "Hello, you there." in str(fold(path, asyncio.run(scenario())))
 
 
+def test_tokens_of_which_nothing_is_sent_are_a_pause(
+    serve: Serve, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A summary is sent as a whole."""
+    set_seconds(monkeypatch, 600, 0.01)
+    monkeypatch.setitem(
+        BODIES, "/v1/messages", BODIES["/v1/messages"] | {"max_tokens": 900, "compaction": {"type": "summarize"}}
+    )
+    served = serve("Hello. " * 1000, served_model=with_tools(model), model_info=None, automatic=False)
+    writer = Writer()
+
+    async def scenario() -> bool:
+        call = post(served, "/v1/messages", writer)
+        while not served.engine.submitted:
+            await served.engine.changed.wait()
+        while served.engine.open and b"ping" not in read(call):
+            served.engine.step()
+            for _ in range(10):
+                await asyncio.sleep(0)
+        has_pinged_before_the_end = bool(served.engine.open)
+        while served.engine.open:
+            served.engine.step()
+        await call.reply()
+        return has_pinged_before_the_end
+
+    assert asyncio.run(scenario())
+
+
 @each_route
 def test_a_generation_that_the_engine_aborts_is_an_error(served: Served, path: str) -> None:
     writer = Writer()
