@@ -92,13 +92,13 @@ def resolve_bin_model(model: str, revision: str | None = None, download_dir: str
 
 def _find_gguf(model: str, revision: str | None, download_dir: str | None, cached_only: bool) -> Path | None:
     """Return the GGUF file that the name refers to; None if it refers to another kind of checkpoint."""
-    path = Path(model).expanduser()
+    path = _expand(model)
     if _is_gguf_file(path) and ":" not in model:
         if not path.is_file():
             raise ModelError(f"there is no file {path}: check the path; organisation/name:FILE.gguf is one on the Hub")
         return path
     if path.is_dir():
-        found = _leave_out_companions(sorted(path.glob("*.gguf")))
+        found = _leave_out_companions(sorted(file for file in path.glob("*.gguf") if file.is_file()))
         if not found or any(path.glob("*.safetensors")):
             return None
         where = path
@@ -123,6 +123,11 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None, cache
         return found[0]
     names = ", ".join(file.name for file in found) or "none"
     raise ModelError(f"{model}: one file {wanted} is needed in {where}, found: {names}; name one")
+
+
+def _expand(name: str) -> Path:
+    """Return the path with ~ replaced. Unlike Path.expanduser, leaves that of an unknown user."""
+    return Path(os.path.expanduser(name))
 
 
 def _is_gguf_file(path: Path) -> bool:
@@ -165,7 +170,7 @@ def _download_modules(
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The checkpoint directory with the files that `read_config` needs. Downloads nothing else, except a GGUF file.
     Raises ModelError like `resolve_model`."""
-    if ":" in model or _is_gguf_file(Path(model).expanduser()) or _local(model) is not None:
+    if ":" in model or _is_gguf_file(_expand(model)) or _local(model) is not None:
         return resolve_model(model, revision, download_dir, weights=False)
     return _download(model, revision, download_dir, ("config.json", *_QUANTIZATION_FILES))
 
@@ -239,7 +244,7 @@ def _local(name: str) -> Path | None:
     Raises ModelError."""
     if name == "demo":
         return Path(str(files("serve_llm.demo")))
-    path = Path(name).expanduser()
+    path = _expand(name)
     if path.is_dir():
         return path
     if path.is_file():

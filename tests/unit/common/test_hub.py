@@ -207,8 +207,17 @@ def test_gguf_files_without_a_suffix(tmp_path: Path) -> None:
 def test_a_named_pipe_is_not_opened(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(ModelError, match=r"pipe"):
+    with pytest.raises(ModelError, match=r"there is no directory .*pipe"):
         resolve_model(str(path))
+    path.rename(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_the_home_of_an_unknown_user() -> None:
+    for resolve in (resolve_model, resolve_config):
+        with pytest.raises(ModelError, match=r"there is no directory ~no-such-user/x/y: check the path"):
+            resolve("~no-such-user/x/y")
 
 
 def test_a_gguf_file_that_is_not_there_is_not_looked_up(on_the_hub: Callable[[Download], None]) -> None:
