@@ -60,6 +60,15 @@ class ChatTurn:
         return bool(self.tools) and self.tool_choice.mode != "none"
 
 
+def append_user_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Append a text of the user to the last message, if that is the user's: templates may require roles to
+    alternate."""
+    if messages and messages[-1]["role"] == "user":
+        *before, last = messages
+        return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]
+
+
 def prepare_turn(turn: ChatTurn, context: JobContext) -> tuple[str, TextRequest]:
     """Render the prompt and build the request for the engine. Raises InvalidRequest, NeedsWorker."""
     params = turn.params

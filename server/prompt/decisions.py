@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from serve_llm.server.http.errors import Unsupported
-from serve_llm.server.prompt.chat_turn import ChatTurn, render_turn
+from serve_llm.server.prompt.chat_turn import ChatTurn, append_user_text, render_turn
 from serve_llm.server.prompt.context import JobContext
 from serve_llm.server.prompt.template import Message
 from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare
@@ -50,7 +50,7 @@ def prepare_questions(messages: Sequence[Message], questions: Sequence[Question]
     prompts = []
     for question in questions:
         turn = ChatTurn(
-            messages=_append(messages, question.write()), params=params, reasoning_effort="none", param="input"
+            messages=append_user_text(messages, question.write()), params=params, reasoning_effort="none", param="input"
         )
         text = render_turn(turn, context)
         if model.opens_reasoning(text):
@@ -67,14 +67,6 @@ def prepare_questions(messages: Sequence[Message], questions: Sequence[Question]
         )
     check_volume(request, context.limits, "input")
     return request
-
-
-def _append(messages: Sequence[Message], text: str) -> list[Message]:
-    """Append the question. Templates may require roles to alternate."""
-    *before, last = messages
-    if last["role"] == "user":
-        return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
-    return [*messages, {"role": "user", "content": text}]
 
 
 def _find_label_id(label: str, context: JobContext) -> int:

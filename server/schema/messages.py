@@ -14,7 +14,7 @@ from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, ThreadUnsupported, Unsupported
 from serve_llm.server.prompt.blocks import continues_reply, translate_messages
-from serve_llm.server.prompt.chat_turn import ChatTurn
+from serve_llm.server.prompt.chat_turn import ChatTurn, append_user_text
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_words, ranged
 from serve_llm.server.schema.known_tools import KNOWN_TOOLS
@@ -121,7 +121,7 @@ class CountTokensRequest(TranslatedBody):
         is_continued = continues_reply(self.messages)
         messages, skipped_blocks = translate_messages(self.system, self.messages)
         if self.summary_request is not None:
-            messages.append({"role": "user", "content": self.summary_request})
+            messages = append_user_text(messages, self.summary_request)
             tool_choice = ToolChoice("none")
             is_continued = False
         turn = ChatTurn(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, ResponseNotFound, Unsupported
-from serve_llm.server.prompt.chat_turn import ChatTurn
+from serve_llm.server.prompt.chat_turn import ChatTurn, append_user_text
 from serve_llm.server.prompt.items import ToolItem, continues_reply, read_kind, translate_items
 from serve_llm.server.sampling_params import RANGES, SamplingParams
 from serve_llm.server.schema.common import (
@@ -138,7 +138,7 @@ class InputTokensRequest(TranslatedBody):
             raise InvalidRequest("input must not be empty", "input")
         tool_choice = read_tool_choice(self.tool_choice, tools, self.tools or [], skipped_tools)
         if self.is_compaction:
-            messages.append({"role": "user", "content": SUMMARY_REQUEST})
+            messages = append_user_text(messages, SUMMARY_REQUEST)
             tool_choice = ToolChoice("none")
         continues = not self.is_compaction and continues_reply(items, history or (), messages)
         turn = ChatTurn(

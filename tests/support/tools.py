@@ -73,6 +73,15 @@ def write_files(folder: Path) -> dict[str, str]:
     return {"--chat-template": str(folder / "template.jinja"), "--dialect": str(folder / "dialect.json")}
 
 
+def with_strict_roles(model: ServedModel) -> ServedModel:
+    """A model like that of `with_tools`, whose template refuses two messages of one role after each other."""
+    check = (
+        "{% for m in messages %}{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    )
+    return with_tools(model, template=check + TEMPLATE)
+
+
 def with_tools(model: ServedModel, dialect: Dialect | None = DIALECT, template: str = TEMPLATE) -> ServedModel:
     chat_template = ChatTemplate(template, model.tokenizer.named_tokens)
     return replace(model, dialect=dialect, template=chat_template, turn_header=find_header(chat_template))

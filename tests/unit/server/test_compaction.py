@@ -16,7 +16,7 @@ from serve_llm.server.schema.responses import SUMMARY_REQUEST, CompactionReply
 from support.agent_events import read_events
 from support.asgi import Reply
 from support.serving import Served
-from support.tools import with_tools
+from support.tools import with_strict_roles, with_tools
 
 Json = dict[str, Any]
 Serve = Callable[..., Served]
@@ -88,6 +88,12 @@ def test_the_output_is_read_as_input(served: Served) -> None:
     prompt = read_prompt(served)
     assert HEADED in prompt and "In Norway." not in prompt and "Noon." not in prompt
     assert prompt.index("What time is it?") < prompt.index(HEADED) < prompt.index("Go on")
+
+
+def test_templates_may_require_roles_to_alternate(serve: Serve, model: ServedModel) -> None:
+    served = serve(REASONED + "<|end|>", served_model=with_strict_roles(model), model_info=None)
+    compact(served, input="Where is Oslo?")
+    assert f"Where is Oslo?\n\n{SUMMARY_REQUEST}" in read_prompt(served)
 
 
 def test_a_summary_of_a_summary(served: Served) -> None:

@@ -14,7 +14,7 @@ from serve_llm.server.schema.messages import MessageReply
 from serve_llm.server.schema.responses import SUMMARY_REQUEST
 from support.agent_events import fold_message, read_events, strip_message
 from support.serving import Served
-from support.tools import with_tools, write_call
+from support.tools import with_strict_roles, with_tools, write_call
 
 Json = dict[str, Any]
 Serve = Callable[..., Served]
@@ -63,6 +63,12 @@ def test_the_reply_is_a_summary(make: Callable[[str], Served], written: str) -> 
 def test_the_summary_is_text_even_if_it_looks_like_a_call(make: Callable[[str], Served]) -> None:
     call = write_call("clock")
     assert compact(make(call), tool_choice={"type": "any"})["content"] == [{"type": "compaction", "content": call}]
+
+
+def test_templates_may_require_roles_to_alternate(serve: Serve, model: ServedModel) -> None:
+    served = serve(SUMMARY + "<|end|>", served_model=with_strict_roles(model), model_info=None)
+    assert compact(served, messages=TALK[:1])["content"] == [{"type": "compaction", "content": SUMMARY}]
+    assert f"What time is it?\n\n{SUMMARY_REQUEST}" in read_prompt(served)
 
 
 def test_instructions_replace_the_request(make: Callable[[str], Served]) -> None:
