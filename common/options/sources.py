@@ -316,7 +316,7 @@ def _suggest(name: str, prefix: str, flags: Collection[str], program: str = "ser
     from serve_llm.common.options.peer_flags import list_accepted_flags  # large tables, needed only here
 
     known = sorted({flag for flag in flags if flag.startswith("--")}.union(list_accepted_flags()))
-    close = difflib.get_close_matches("--" + name.strip("-").replace("_", "-").lower(), known, n=1)
+    close = difflib.get_close_matches("--" + name.strip("-").replace("_", "-").lower(), known, n=1, cutoff=0.65)
     if not close:
         return f"; see {program} --help"
     nearest = close[0].removeprefix("--")
