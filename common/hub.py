@@ -110,8 +110,8 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None, cache
         wanted = kind if kind.endswith(".gguf") else f"*{kind}.gguf"
         patterns = tuple(dict.fromkeys((wanted, f"*{kind.lower()}.gguf", f"*{kind.upper()}.gguf")))
         parts = tuple(pattern.replace(".gguf", "-*-of-*.gguf") for pattern in patterns)
-        is_companion = any(fnmatch(kind.lower(), companion) for companion in _GGUF_COMPANIONS)
-        is_exact = kind.endswith(".gguf") or is_companion  # some publishers call files of models Q4_K_M-imatrix
+        # Some publishers call files of models Q4_K_M-imatrix.
+        is_exact = kind.endswith(".gguf") or _is_companion(kind)
         ignored = () if is_exact else _GGUF_COMPANIONS
         where = _download(repository, revision, download_dir, patterns + parts, ignored, cached_only=cached_only)
         lower = {pattern.lower() for pattern in patterns + parts}
@@ -145,10 +145,11 @@ def _is_gguf_file(path: Path) -> bool:
 
 def _leave_out_companions(found: list[Path]) -> list[Path]:
     """Leave out files that hold no model of their own, unless there are no others."""
-    models = [
-        file for file in found if not any(fnmatch(file.name.lower(), companion) for companion in _GGUF_COMPANIONS)
-    ]
-    return models or found
+    return [file for file in found if not _is_companion(file.name)] or found
+
+
+def _is_companion(name: str) -> bool:
+    return any(fnmatch(name.lower(), companion) for companion in _GGUF_COMPANIONS)
 
 
 def _download_modules(

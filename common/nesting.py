@@ -30,7 +30,7 @@ def check_nesting(value: object) -> None:
         raise ValueError(TOO_DEEP)
 
 
-def read_json(text: str) -> object:
+def parse_option_json(text: str) -> object:
     """Read the JSON text of an option's value. Raises ValueError."""
     try:
         value: object = json.loads(text)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from serve_llm.common.nesting import check_nesting, read_json
+from serve_llm.common.nesting import check_nesting, parse_option_json
 
 Parse = Callable[[object], object]
 
@@ -293,7 +293,7 @@ def parse_lora_modules(value: object) -> tuple[str, ...]:
 def _join_module(item: object) -> object:
     """Turn vLLM's object, or its text, into NAME=DIRECTORY; return anything else unchanged."""
     if isinstance(item, str) and item.lstrip().startswith("{"):
-        item = read_json(item)
+        item = parse_option_json(item)
     if not isinstance(item, dict):
         return item
     unknown = [key for key in item if key not in ("name", "path")]
@@ -308,7 +308,7 @@ def _join_module(item: object) -> object:
 
 def parse_object(value: object, example: str) -> Mapping[str, Any]:
     """Parse a JSON object. value: an object or its JSON text. example: a valid one, for the error."""
-    given = read_json(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    given = parse_option_json(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
     if not isinstance(given, Mapping):
         raise ValueError(f"expected a JSON object, such as {example}")
     check_nesting(given)
@@ -349,7 +349,9 @@ def parse_sampling_defaults(value: object) -> str:
 def parse_origins(value: object) -> tuple[str, ...]:
     """Parse the origins of web pages: scheme://host[:port] each, or * for all; in vLLM, a text is a JSON list."""
     given = value if isinstance(value, list | tuple) else [value]
-    parts = [read_json(item) if isinstance(item, str) and item.lstrip().startswith("[") else item for item in given]
+    parts = [
+        parse_option_json(item) if isinstance(item, str) and item.lstrip().startswith("[") else item for item in given
+    ]
     items = tuple(text for part in parts for text in parse_texts(part))
     if not all(item == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", item) for item in items):
         raise ValueError("expected origins such as https://chat.example.com, or *")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from serve_llm.common.nesting import read_json
+from serve_llm.common.nesting import parse_option_json
 from serve_llm.common.options.parsers import parse_object
 
 MAX_DRAFT_TOKENS = 16
@@ -141,7 +141,7 @@ def find_mtp_model(text: str) -> str | None:
 def _read_text(text: str) -> object:
     if text.startswith(("{", "[")) and text not in OTHER_NAMES:
         try:
-            return read_json(text)
+            return parse_option_json(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{text!r} is not valid JSON: {error}") from None
     return {"method": text} if text in (*KEYS, *OTHER_NAMES, *OTHER_METHODS) else {"model": text}

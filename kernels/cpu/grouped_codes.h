@@ -1,5 +1,5 @@
 // How the inner loops of grouped.cpp turn codes of 4 or 8 bits into what they multiply, and scales into float32. Included by
-// that file alone, for each instruction set.
+// that file for each instruction set, and by tables.cpp.
 #pragma once
 
 #include "grouped.h"

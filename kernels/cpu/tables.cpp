@@ -3,8 +3,10 @@
 #include <cstring>
 
 #include "grouped.h"
+#include "grouped_codes.h"
 #include "linear.h"
 #include "parallel.h"
+#include "vector.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -12,39 +14,8 @@ namespace {
 
 constexpr int64_t ALONE = 4096;  // numbers that one thread looks up before another one has started
 
-float of_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-float of_bf16(uint16_t x) { return of_bits((uint32_t)x << 16); }
-
-uint16_t rounded_to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-// A float whose exponent has `EXPONENT` bits and whose mantissa has `MANTISSA` bits, without infinity and NaN.
-template <int EXPONENT, int MANTISSA>
-float small_float(uint32_t bits) {
-  constexpr int BIAS = (1 << (EXPONENT - 1)) - 1;
-  const uint32_t magnitude = bits & ((1u << (EXPONENT + MANTISSA)) - 1), sign = bits >> (EXPONENT + MANTISSA);
-  const float x = of_bits(magnitude << (23 - MANTISSA)) * of_bits((254u - BIAS) << 23);  // by 2^(127 - BIAS): exact
-  return sign ? -x : x;
-}
-
 float stored_number(const void* numbers, ScaleType type, int64_t i) {
-  switch (type) {
-    case SCALE_FLOAT32: return ((const float*)numbers)[i];
-    case SCALE_FLOAT16: return small_float<5, 10>(((const uint16_t*)numbers)[i]);
-    case SCALE_BFLOAT16: return of_bf16(((const uint16_t*)numbers)[i]);
-    case SCALE_E4M3: return small_float<4, 3>(((const uint8_t*)numbers)[i]);
-    case SCALE_E8M0: break;
-  }
-  const uint32_t exponent = ((const uint8_t*)numbers)[i];
-  return of_bits(exponent == 0 ? 0x00400000 : exponent == 255 ? 0x7fc00000 : exponent << 23);
+  return load_scale(numbers, type, i - i % W)[i % W];  // whole panels are whole vectors
 }
 
 // The rows that are looked up.
@@ -55,7 +26,7 @@ struct Output {
   void put(int64_t row, int input, float x) const {
     const int64_t at = row * inputs + input;
     if (bf16)
-      ((uint16_t*)rows)[at] = rounded_to_bf16(x);
+      ((Bf16*)rows)[at] = rounded(x);
     else
       ((float*)rows)[at] = x;
   }
@@ -113,7 +84,7 @@ EXPORT void serve_llm_add_rows(int bf16, const void* x, const void* y, int64_t y
       for (int64_t i = 0; i < width; i++) {
         const int64_t at = row * width + i, y_at = row * y_row + i;
         if (bf16)
-          ((uint16_t*)sum)[at] = rounded_to_bf16(of_bf16(((const uint16_t*)x)[at]) + of_bf16(((const uint16_t*)y)[y_at]));
+          ((Bf16*)sum)[at] = rounded(widened(((const Bf16*)x)[at]) + widened(((const Bf16*)y)[y_at]));
         else
           ((float*)sum)[at] = ((const float*)x)[at] + ((const float*)y)[y_at];
       }
