@@ -124,7 +124,7 @@ def split_target(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def refuse_mistyped(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Raise OptionError for an argument that is rather an option of the command, mistyped, than one of the server.
+    """Raise OptionError for an argument that looks like a mistyped option of the command, not like one of the server.
 
     parser: the command's. arguments: those that it did not recognise."""
     own = parser._option_string_actions

@@ -36,7 +36,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class EncodedSubmit(msgspec.Struct, tag="Submit", frozen=True):
-    """A Submit whose requests are encoded already."""
+    """A Submit with requests that are already encoded."""
 
     requests: list[msgspec.Raw]
 

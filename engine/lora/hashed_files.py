@@ -45,12 +45,12 @@ class HashedFiles:
 
     @property
     def contents(self) -> FileContents:
-        """Waits for them. Raises the error of `read`."""
+        """Block until they are read. Raises the error of `read`."""
         return self._contents.result()
 
     @property
     def digest(self) -> str:
-        """Waits for it."""
+        """Block until it is computed."""
         return self._digest.result()
 
 

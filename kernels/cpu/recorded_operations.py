@@ -1,6 +1,6 @@
-"""Compiled kernels that take the place of torch's operations in recorded steps, with the same bits.
+"""Compiled kernels that replace torch operations in recorded steps and compute the same bits.
 
-In a step of one token, an operation of torch takes 10 to 50 us, because reading the weights evicts its code from the
+In a one-token step, a torch operation takes 10 to 50 us, because reading the weights evicts its code from the
 processor's caches.
 """
 

@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int64_t MOST_ALONE = 8192;  // numbers that one thread computes before a second one has started
-constexpr int ANGLE = 16;             // numbers that take as long as an angle
+constexpr int ANGLE = 16;             // an angle takes as long as this many other numbers
 constexpr int PIECE = 512;            // numbers of a row that a thread claims at once if rows may be cut
 
 // Rows of `width` numbers that a thread claims at once.

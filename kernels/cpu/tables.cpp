@@ -1,4 +1,4 @@
-// Rows of matrices, packed or not, looked up as an embedding needs them, and their sums. Independent of torch.
+// Looks up rows of packed and plain matrices, as an embedding does, and adds rows. Independent of torch.
 
 #include <cstring>
 

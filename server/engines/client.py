@@ -52,7 +52,7 @@ class EngineClient:
             self._socket.bind(self.address)
             asyncio.get_running_loop().add_reader(self._socket.fileno(), self._on_readable)
             on_failure.pop_all()
-        self._unsubmitted: list[msgspec.Raw] = []  # requests, until the event loop has run what is ready now
+        self._unsubmitted: list[msgspec.Raw] = []  # requests of this event-loop iteration, not sent yet
         self._unsent: deque[bytes] = deque()  # until the engine is connected
         self._received: deque[bytes] = deque()  # until they are handled
         self._has_received = asyncio.Event()  # for `start`
@@ -116,8 +116,8 @@ class EngineClient:
                 sink(output)
 
     def submit_many(self, pairs: Iterable[tuple[EngineCoreRequest, Sink]]) -> None:
-        """Open requests. All that are submitted in one turn of the event loop are sent in one message, so that they can
-        begin in the same step. Does nothing if the engine is gone."""
+        """Open requests. Those submitted in the same iteration of the event loop are sent in one message, so that they
+        can start in the same step. Does nothing if the engine is gone."""
         if self.failure is not None:
             return
         if not self._unsubmitted:

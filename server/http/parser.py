@@ -41,7 +41,7 @@ class RequestParser(httptools.HttpRequestParser):
             except httptools.HttpParserUpgrade as upgrade:
                 rest = rest[upgrade.args[0] :]
             if self.get_method() == b"CONNECT":
-                raise httptools.HttpParserError("this is no proxy")
+                raise httptools.HttpParserError("this server is not a proxy")
             header = self._write_header()
             self._start()  # after the last request of a connection, the parser would drop the header
             super().feed_data(header)
